@@ -1,6 +1,6 @@
 """Load generator: prompts, and streamed completions over fresh connections with every token's arrival time.
 
-Built on h11 and asyncio streams: a benchmark client must cost little beside the server it measures,
+Built on h11 and asyncio's transports: a benchmark client must cost little beside the server it measures,
 and parsing waits until the stream has ended.
 """
 
@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import h11
 
 _TIMEOUT_S = 600
+_LAST_CHUNK = b"0\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,45 +88,84 @@ async def _exchange(target: BenchTarget, body: bytes, sample: RequestTiming) -> 
     parts = urlsplit(target.url)
     tls = ssl.create_default_context() if parts.scheme == "https" else None
     port = parts.port or (443 if tls else 80)
+    connection = h11.Connection(h11.CLIENT)
+    headers = [("Host", parts.netloc), ("Content-Type", "application/json"), ("Connection", "close")]
+    headers += [("Content-Length", str(len(body)))]
+    if target.key:
+        headers.append(("Authorization", f"Bearer {target.key}"))
+    path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/completions"
+    asked = h11.Request(method="POST", target=path, headers=headers), h11.Data(data=body), h11.EndOfMessage()
+    request = b"".join(connection.send(event) or b"" for event in asked)
+    loop = asyncio.get_running_loop()
     sample.started = time.perf_counter()
-    reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=tls)
+    transport, answer = await loop.create_connection(
+        lambda: _Answer(connection), parts.hostname or "", port, ssl=tls
+    )
     try:
-        connection = h11.Connection(h11.CLIENT)
-        headers = [("Host", parts.netloc), ("Content-Type", "application/json"), ("Connection", "close")]
-        headers += [("Content-Length", str(len(body)))]
-        if target.key:
-            headers.append(("Authorization", f"Bearer {target.key}"))
-        path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/completions"
-        writer.write(connection.send(h11.Request(method="POST", target=path, headers=headers)) or b"")
-        writer.write(connection.send(h11.Data(data=body)) or b"")
-        writer.write(connection.send(h11.EndOfMessage()) or b"")
-        status, pieces = await _receive(reader, connection)
+        transport.write(request)
+        await answer.ended
     finally:
-        writer.close()
-    if status != 200:
-        sample.error = f"HTTP {status}: {b''.join(data for _, data in pieces)[:300].decode(errors='replace')}"
+        transport.close()
+    if answer.status != 200:
+        text = b"".join(data for _, data in answer.pieces)[:300].decode(errors="replace")
+        sample.error = f"HTTP {answer.status}: {text}"
         return
-    sample.ended = pieces[-1][0] if pieces else time.perf_counter()
-    _read_events(pieces, sample)
+    sample.ended = answer.pieces[-1][0] if answer.pieces else time.perf_counter()
+    _read_events(answer.pieces, sample)
 
 
-async def _receive(
-    reader: asyncio.StreamReader, connection: h11.Connection
-) -> tuple[int, list[tuple[float, bytes]]]:
-    """Receive the status and (arrival, bytes) of everything until the end of the answer."""
-    status = 0
-    pieces: list[tuple[float, bytes]] = []
-    while True:
-        event = connection.next_event()
-        if event is h11.NEED_DATA:
-            data = await reader.read(1 << 16)
-            connection.receive_data(data)
-        elif isinstance(event, h11.Response):
-            status = event.status_code
-        elif isinstance(event, h11.Data):
-            pieces.append((time.perf_counter(), bytes(event.data)))
-        elif isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
-            return status, pieces
+class _Answer(asyncio.Protocol):
+    """Status of an answer, and (arrival, bytes) of everything in it.
+
+    A chunked answer is only kept until it has ended, and then read: the client may run on the cores that the
+    server computes on, and what it costs meanwhile would count as the server's.
+    """
+
+    def __init__(self, connection: h11.Connection) -> None:
+        self.ended = asyncio.get_running_loop().create_future()
+        self.status = 0
+        self.pieces: list[tuple[float, bytes]] = []
+        self._connection = connection
+        self._unread: list[tuple[float, bytes]] = []
+        self._is_chunked = False
+
+    def data_received(self, data: bytes) -> None:
+        self._unread.append((time.perf_counter(), data))
+        if not self._is_chunked or data.endswith(_LAST_CHUNK):
+            self._read()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None:
+            self._fail(exc)
+            return
+        self._unread.append((time.perf_counter(), b""))
+        self._read()
+        self._fail(ConnectionError("the answer ended too soon"))
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        try:
+            for arrived, data in unread:
+                if not self.ended.done():
+                    self._connection.receive_data(data)
+                    self._take_events(arrived)
+        except h11.ProtocolError as error:
+            self._fail(error)
+
+    def _take_events(self, arrived: float) -> None:
+        while (event := self._connection.next_event()) is not h11.NEED_DATA:
+            if isinstance(event, h11.Response):
+                self.status = event.status_code
+                self._is_chunked = (b"transfer-encoding", b"chunked") in event.headers
+            elif isinstance(event, h11.Data):
+                self.pieces.append((arrived, bytes(event.data)))
+            elif isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
+                self.ended.set_result(None)
+                return
+
+    def _fail(self, error: Exception) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
 
 
 def _read_events(pieces: list[tuple[float, bytes]], sample: RequestTiming) -> None:

@@ -310,9 +310,9 @@ class DraftCounts:
     accepted_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """Gauges of the current state, and counters since the engine process started."""
+    """Gauges of the current state, and counters since the engine process started. Not changed once made."""
 
     running: int = 0
     waiting: int = 0
@@ -375,7 +375,7 @@ class EngineStats:
     """Process of the prefill engine; 0: there is none, or it is being started."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepOutputs:
     """Outputs of one step, and the engine's state after it."""
 

@@ -111,11 +111,14 @@ class Decoder:
             self._norm = partial(ops.layer_norm, bias_E=self._norm_bias(weights))
         source.finish()
         self.mixtures = weights.mixtures
+        self.times_head = False
+        """Run the head by itself, so that its time can be told from that of the layers."""
         self.clamps_ids = False
         """Read the last row of the table for ids beyond it, as texts of a draft model's target may have."""
         self._tapped: tuple[int, ...] = ()
         self._taps: dict[int, list[Tensor]] = {}
         self._run_layers = self._layers if config.is_bidirectional else ops.graph(self._layers)
+        self._run_scored = {best: ops.graph(partial(self._scored, with_best=best)) for best in (False, True)}
         self.adapters = adapters
         self._run_adapted = ops.graph(self._layers)
         """Layers of a step in which rows have an adapter: a graph of its own."""
@@ -191,6 +194,32 @@ class Decoder:
         if rows_R is not None:
             x_TE, residual_TE = x_TE[rows_R], residual_TE[rows_R]
         return self._norm(x_TE, residual_TE, self.norm_E, self.config.rms_norm_eps)
+
+    @property
+    def has_scores(self) -> bool:
+        """True if `scores` can be called: the whole model is here, and its operations can all be recorded."""
+        return self.rank.layout.ranks == 1 and self.config.scales.logits == 1.0 and not self.times_head
+
+    def scores(self, forward: ForwardContext, *, with_best: bool) -> tuple[Tensor, ...]:
+        """Run the forward pass of a step in which every row samples, none has a picture or an adapter.
+
+        Returns logits [T, V], and `Ops.best_of` them with `with_best`, the same as from `hidden` and
+        `logits`, and valid until the next call. Threads are woken once, and nothing is made between the
+        last layer and the sampler.
+        """
+        assert self.has_scores
+        if self.clamps_ids:
+            forward = replace(forward, ids_T=forward.ids_T.clamp(max=self.config.vocab_size - 1))
+        return self._run_scored[with_best](forward)
+
+    def _scored(self, forward: ForwardContext, *, with_best: bool) -> tuple[Tensor, ...]:
+        assert self.norm_E is not None
+        x_TE, residual_TE = self._layers(forward)
+        logits_TV = self.logits(self._norm(x_TE, residual_TE, self.norm_E, self.config.rms_norm_eps))
+        if not with_best:
+            return (logits_TV,)
+        assert self.ops.best_of is not None
+        return logits_TV, *self.ops.best_of(logits_TV[:, : self.config.vocab_size])
 
     def _layers(self, forward: ForwardContext) -> tuple[Tensor, Tensor]:
         """Run the layers; return the last layer's output and the residual before it, [T, E] each."""

@@ -12,7 +12,7 @@ A RoPE tables, T rows of the step, D head dim, D2 half of it, H heads, L rows of
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -24,6 +24,10 @@ from ..model_config.config import ModelConfig
 from ..model_config.rope import RopeConfig
 from ..model_config.vision.config import VisionConfig
 from ..weights.source import Weights
+
+KNOWN: Final = 16384
+"""Positions whose rows are kept once computed: 1 KB each for heads of 128."""
+KNOWN_AT_ONCE: Final = 64
 
 
 class Rotary:
@@ -42,6 +46,9 @@ class Rotary:
         of `context` for sequences of all lengths.
         """
         self._turn = turn
+        self._known_length = min(context, KNOWN) if device.type == "cpu" else 0
+        self._known: dict[bool, tuple[Tensor, set[int]]] = {}
+        """By `is_long`: results of `rows` at the first positions, and which parts of them were computed."""
         self.short_context = 0 if is_fixed else config.short_context
         """Longest sequence with the short factors of LongRoPE; 0: there is one set."""
         self._tables = [
@@ -105,6 +112,27 @@ class Rotary:
         for a, half in self._narrow:
             cos[a, :, half : 2 * half], sin[a, :, half : 2 * half] = cos[a, :, :half], -sin[a, :, :half]
         return cos, sin
+
+    def decoding_rows(
+        self, positions_T: Tensor, positions: Sequence[int], *, is_long: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `rows` does, on a CPU from a table that grows: to make ten tensors takes longer than
+        their few numbers. `positions`: the same as `positions_T`.
+        """
+        if max(positions) >= self._known_length:
+            return self.rows(positions_T, is_long)
+        if is_long not in self._known:
+            tables, _, half = self._tables[0][0].shape
+            self._known[is_long] = torch.empty(2, tables, self._known_length, 2 * half), set()
+        known, parts = self._known[is_long]
+        for part in {position // KNOWN_AT_ONCE for position in positions} - parts:
+            begin = part * KNOWN_AT_ONCE
+            end = min(begin + KNOWN_AT_ONCE, self._known_length)
+            at_P = torch.arange(begin, end, dtype=torch.int32)
+            known[0, :, begin:end], known[1, :, begin:end] = self.rows(at_P, is_long)
+            parts.add(part)
+        cos_ATD, sin_ATD = known.index_select(2, positions_T).unbind()
+        return cos_ATD, sin_ATD
 
     def _choose(self, is_long: Tensor | bool) -> tuple[Tensor, Tensor]:
         """Return the inverse frequencies and scales of rows, [A, T, D2], or [A, 1, D2] for all of them."""

@@ -97,6 +97,7 @@ class StepProfiler:
         self._steps_before, self._tokens_before = self._counts()
         self._ends_at = time.monotonic() + min(seconds, LONGEST_S)
         self._timers = self._put_timers(runner, model)
+        self._time_head(is_timed=True)
         return self._profile
 
     def stop(self) -> StepProfile:
@@ -105,6 +106,7 @@ class StepProfiler:
         if timers is None:
             return self._profile
         timers.take_away()
+        self._time_head(is_timed=False)
         kernels = self._kernels
         if kernels is not None:
             kernels.stop()
@@ -141,6 +143,11 @@ class StepProfiler:
         put(model, "logits", HEAD)
         put(getattr(runner, "_sampler", None), "sample", "sampler")
         return timers
+
+    def _time_head(self, *, is_timed: bool) -> None:
+        model = getattr(_local_runner(getattr(self._engine, "_runner", None)), "_model", None)
+        if model is not None and hasattr(model, "times_head"):
+            model.times_head = is_timed
 
     def end_if_late(self) -> None:
         if self._timers is not None and time.monotonic() > self._ends_at:

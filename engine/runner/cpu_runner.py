@@ -23,16 +23,28 @@ from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
 from ..planning.memory_model import PROMPT_LOGPROB_ROWS
 from ..sampling import Sampler
+from ..sampling.sampler import is_plain, take_best
 from ..weights.loaded_adapters import LoadedAdapters
 from .block_memory import DeviceBlockMemory, block_memory
 from .draft_model import Follower
-from .draft_verification import requests_with_nan, verify_drafts
+from .draft_verification import requests_with_nan, result_of, verify_drafts
 from .image_rows import EncodedImages
-from .input_batch import PromptRows, StepBatch, begun_blocks, build_batch, rope_rows, sliding_table
+from .input_batch import (
+    DecodingInputs,
+    PromptRows,
+    StepBatch,
+    begun_blocks,
+    build_batch,
+    decodes,
+    rope_rows,
+    sliding_table,
+)
 from .prompt_results import read_sums, sum_states
 
 POPULATED_AHEAD: Final = 128 << 20
 """Bytes of KV memory that are made ready while nothing runs: about a thousand tokens of a small model."""
+SCORED_AT_ONCE: Final = 16
+"""Most rows of a step that runs as one list: longer steps gain little, and its logits are kept."""
 POPULATED_AT_ONCE: Final = 2 << 20
 """Bytes of a layer that are made ready at once: a step that comes, or the process's end, waits for them."""
 
@@ -78,6 +90,7 @@ class CPUModelRunner:
         self._device = device
         self._windows = set(model.config.windows)
         self.adapters = LoadedAdapters(model.adapters, model.dtype, model.rank, lora_bytes)
+        self._decoding: DecodingInputs | None = None
         self._follower: Follower | None = None
         self._taps = False
         self._begun_blocks = self._populated_blocks = 0
@@ -107,14 +120,7 @@ class CPUModelRunner:
         if self._states is not None:
             copy_states(self._states, plan.state_copies)
         rows = sorted(plan.rows, key=_decoding_first)
-        batch = build_batch(
-            rows,
-            self._block_size,
-            self._device,
-            with_windows=self._has_window_blocks,
-            with_states=self._states is not None,
-            adapters=self._model.adapters if self.adapters else None,
-        )
+        batch = self._build_batch(rows)
         if self._has_window_blocks:
             self._ops.clear_blocks(self._window_cache, begun_blocks(rows, self._block_size, sliding_table))
         if batch.fresh_blocks:
@@ -131,7 +137,46 @@ class CPUModelRunner:
             forward = self._with_images(forward, rows, images, plan.embeddings)
         if self._follower is not None:
             return self._execute_followed(forward, batch, rows, self._follower)
+        if self._is_scored_at_once(batch, forward):
+            return self._sample_at_once(forward, rows)
         return self._finish(self._model.hidden(forward, batch.wanted_R), batch, rows)
+
+    def _build_batch(self, rows: list[ScheduledRequest]) -> StepBatch:
+        has_more = self._has_window_blocks or self._states is not None or bool(self.adapters)
+        if has_more or self._follower is not None or not all(map(decodes, rows)):
+            return build_batch(
+                rows,
+                self._block_size,
+                self._device,
+                with_windows=self._has_window_blocks,
+                with_states=self._states is not None,
+                adapters=self._model.adapters if self.adapters else None,
+            )
+        shape = len(rows), -(-max(row.end for row in rows) // self._block_size)
+        if self._decoding is None or self._decoding.shape != shape:
+            self._decoding = DecodingInputs(*shape, self._block_size)
+        return self._decoding.fill(rows)
+
+    def _is_scored_at_once(self, batch: StepBatch, forward: ForwardContext) -> bool:
+        return (
+            batch.wanted_R is None
+            and len(batch.rounds) == 1
+            and batch.num_sampled <= SCORED_AT_ONCE
+            and forward.images is None
+            and batch.ragged.adapters is None
+            and self._model.has_scores
+        )
+
+    def _sample_at_once(self, forward: ForwardContext, rows: list[ScheduledRequest]) -> StepResult:
+        """Run the rest of `execute` for a few rows that all sample: layers, head and the search for the
+        likeliest ids are one list of operations.
+        """
+        with_best = self._sampler.finds_best and all(is_plain(row.request) for row in rows)
+        logits_RV, *best = self._model.scores(forward, with_best=with_best)
+        requests = [row.request for row in rows]
+        result = result_of(rows, take_best(*best) if best else self._sampler.sample(logits_RV, requests))
+        result.failed.update(self.adapters.failures(rows))
+        return result
 
     def _execute_followed(
         self,

@@ -40,6 +40,10 @@ from .draft_verification import drafting
 class DraftSampler(Sampler):
     """Sampler over the vocabulary of the target, for drafts that may be taken back."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.finds_best = False  # the model may have ids that the target has not
+
     def sample(self, logits_RV: Tensor, requests: Sequence[Request]) -> list[SampledToken | str]:
         """Return one result per row. Ids that only the target has are never proposed."""
         self._rules.clear()  # counts of a penalty include drafts that were rejected since

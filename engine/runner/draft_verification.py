@@ -66,6 +66,8 @@ def verify_drafts(
     """Sample the rounds of `group_by_draft_position`; the result has each request's tokens, or why it has
     none.
     """
+    if len(rounds) == 1:
+        return result_of(rounds[0], sampler.sample(logits_SV, [row.request for row in rounds[0]]))
     result = StepResult(failed=dict.fromkeys((request.request_id for request in doubtful), DOUBTFUL))
     first, going = 0, {row.request for row in rounds[0]} - doubtful
     with _restoring_token_ids(rounds[1] if len(rounds) > 1 else ()):
@@ -79,6 +81,17 @@ def verify_drafts(
             for (_, row), pick in zip(drawn, picks, strict=True):
                 if not _take(result, row, depth, pick):
                     going.discard(row.request)
+    return result
+
+
+def result_of(rows: Sequence[ScheduledRequest], picks: Iterable[SampledToken | str]) -> StepResult:
+    """Build the result of rows without drafts from what `Sampler.sample` returned for them."""
+    result = StepResult()
+    for row, pick in zip(rows, picks, strict=True):
+        if isinstance(pick, str):
+            result.failed[row.request.request_id] = pick
+        else:
+            result.tokens[row.request.request_id] = pick
     return result
 
 

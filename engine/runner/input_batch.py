@@ -129,6 +129,59 @@ def build_batch(
     )
 
 
+def decodes(row: ScheduledRequest) -> bool:
+    """Return True for a row of one token whose next one is sampled."""
+    return row.samples and row.num_tokens == 1 and row.request.params.prompt_logprobs is None
+
+
+class DecodingInputs:
+    """Inputs of steps on a CPU whose rows all decode (`decodes`): what `build_batch` makes, in tensors that
+    the next step of as many rows and blocks writes over.
+
+    The weights of a step push everything else out of the caches, so whatever runs between two steps waits for
+    memory: a call of PyTorch takes 10 microseconds there.
+    """
+
+    def __init__(self, count: int, width: int, block_size: int) -> None:
+        """`count`: rows. `width`: blocks of the longest of them."""
+        self.shape = count, width
+        self._block_size = block_size
+        self._ids = array("q", bytes(8 * count))
+        self._numbers = array("i", [*range(count + 1), *bytes(count * (3 + width))])
+        self._contexts = [0] * count
+        self._ids_T = from_array(self._ids)
+        sizes = [count + 1, count, count, count, count * width]
+        starts_N1, contexts_N, positions_T, slots_T, tables_B = torch.split(from_array(self._numbers), sizes)
+        self._layout = BatchLayout(
+            block_size=block_size,
+            query_lens=[1] * count,
+            contexts=self._contexts,
+            query_starts_N1=starts_N1,
+            context_lens_N=contexts_N,
+            block_tables_NB=tables_B.view(count, width),
+            positions_T=positions_T,
+            slots_T=slots_T,
+        )
+
+    def fill(self, rows: list[ScheduledRequest]) -> StepBatch:
+        """Build the batch of `rows`. It is valid until the next call."""
+        block_size, (count, width) = self._block_size, self.shape
+        positions, contexts = [row.start for row in rows], [row.end for row in rows]
+        slots, tables, fresh = [], [], []
+        for row, position in zip(rows, positions, strict=True):
+            table = row.request.block_table
+            whole, offset = divmod(position, block_size)
+            slots.append(table[whole] * block_size + offset)
+            tables += table[: whole + 1]
+            tables += [0] * (width - whole - 1)
+            if not offset and block_size > 1:
+                fresh.append(table[whole])
+        self._contexts[:] = contexts
+        self._numbers[count + 1 :] = array("i", [*contexts, *positions, *slots, *tables])
+        self._ids[:] = array("q", [row.request.token_ids[row.start] for row in rows])
+        return StepBatch(self._ids_T, self._layout, None, [rows], count, [], [], fresh)
+
+
 def long_rows(rows: Sequence[ScheduledRequest]) -> "bool | array[int]":
     """Return whether the sequences of a step are longer than LongRoPE's original context: one answer for all
     of them, or a 0 or 1 for each row of the step.
@@ -145,6 +198,8 @@ def long_rows(rows: Sequence[ScheduledRequest]) -> "bool | array[int]":
 def rope_rows(rotary: Rotary, rows: Sequence[ScheduledRequest], positions_T: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cos and sin rows of a step."""
     is_long = long_rows(rows) if rotary.short_context else False
+    if isinstance(is_long, bool) and positions_T.dim() == 1 and len(rows) == len(positions_T):
+        return rotary.decoding_rows(positions_T, [row.start for row in rows], is_long=is_long)
     flags = is_long if isinstance(is_long, bool) else to_device(is_long, positions_T.device).bool()
     return rotary.rows(positions_T, flags)
 

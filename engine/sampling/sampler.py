@@ -74,6 +74,8 @@ class Sampler:
         """
         self._vocab_size = vocab_size
         self._find_best = ops.best_of if ops else None
+        self.finds_best = self._find_best is not None and rank.layout.tp == 1
+        """True if `Ops.best_of` the model's logits tells the ids of plain rows (`is_plain`)."""
         self._draw_rows = ops.draw if ops else None
         self._rank_rows = ops.rank if ops else None
         self._device = device
@@ -121,7 +123,7 @@ class Sampler:
 
     def _choose(self, logits_RV: Tensor, requests: Sequence[Request]) -> Tensor:
         """Return float64 [R, 3]: id, largest logit before and after the logits processors."""
-        if self._find_best is not None and all(map(_is_plain_greedy, requests)):
+        if self._find_best is not None and all(map(_takes_best, requests)):
             best_R, id_R = self._find_best(logits_RV)
             return torch.stack([id_R.double(), best_R.double(), best_R.double()], 1)
         if self._draw_rows is not None:
@@ -203,6 +205,12 @@ def draw_row(request: Request, rules: LogitsProcessors | None) -> DrawRow:
     )
 
 
+def take_best(best_R: Tensor, id_R: Tensor) -> list[SampledToken | str]:
+    """Build tokens and errors from `Ops.best_of` rows that are all `is_plain`."""
+    best = zip(best_R.tolist(), id_R.tolist(), strict=True)
+    return [problem_of(logit, logit) or SampledToken(token) for logit, token in best]
+
+
 def read_samples(
     numbers: Sequence[Sequence[float]], requests: Sequence[Request], top: int
 ) -> list[SampledToken | str]:
@@ -248,8 +256,13 @@ def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < GREEDY_BELOW
 
 
-def _is_plain_greedy(request: Request) -> bool:
+def _takes_best(request: Request) -> bool:
     return request.params.temperature < GREEDY_BELOW and request.mask is None and not request.edits_logits
+
+
+def is_plain(request: Request) -> bool:
+    """Return True if a row's result is the likeliest id of its logits, and nothing else is wanted."""
+    return _takes_best(request) and request.params.logprobs is None
 
 
 def problem_of(raw_best: float, best: float) -> str | None:

@@ -52,6 +52,9 @@ class CommandBuffer:
     def run(self, step: Step) -> None:
         if self._array is None:
             self._array = (ctypes.c_void_p * len(self._ops))(*self._ops)
+        if not self._calls:
+            self._library.llmbox_run(self._array, len(self._ops), step)
+            return
         done = 0
         for end, function, tensors in self._calls:
             self._run(done, end, step)
@@ -129,11 +132,14 @@ class CommandGraph:
         self._body = body
         self._commands: CommandBuffer | None = None
         self._outputs: tuple[Tensor, ...] = ()
+        self._last: tuple[int, tuple[Tensor, ...]] = 0, ()
+        """Rows of the last step, and its outputs: a view takes longer to make than to keep."""
 
     def __call__(self, inputs: StepInputs) -> tuple[Tensor, ...]:
         rows = len(inputs.ids_T)
         if self._commands is None or rows > self._commands.capacity:
             self._commands, self._outputs = None, ()  # freed before the larger one is made
+            self._last = 0, ()
             capacity = max(MIN_ROWS, 1 << (rows - 1).bit_length())
             with self._recorder.recording(capacity, inputs.cos_ATD) as commands:
                 self._outputs = self._body(inputs)
@@ -142,7 +148,9 @@ class CommandGraph:
         step.ids = inputs.ids_T.data_ptr()
         step.use_angles(inputs.cos_ATD, inputs.sin_ATD)
         self._commands.run(step)
-        return tuple(output[:rows] for output in self._outputs)
+        if self._last[0] != rows:
+            self._last = rows, tuple(output[:rows] for output in self._outputs)
+        return self._last[1]
 
 
 def ragged_step(rows: int, ragged: BatchLayout) -> Step:

@@ -31,7 +31,8 @@ class CPUSampling:
         rows, width = logits_RV.shape
         assert logits_RV.dtype == torch.float32
         assert logits_RV.stride(1) == 1
-        best_R, id_R = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        best_R = self._recorder.result("best", rows, 1, torch.float32).view(-1)
+        id_R = self._recorder.result("best", rows, 1, torch.int64).view(-1)
         op = self._library.llmbox_best_op(
             logits_RV.data_ptr(), logits_RV.stride(0), width, best_R.data_ptr(), id_R.data_ptr()
         )

@@ -4,9 +4,10 @@
         [--prompt 128] [--output 64]
 
 Both have the daemon's defaults, without drafts. Requests of a turn are sent together, with prompts that
-neither has seen. A ratio is the endpoint's output tokens a second over the engine's of the same round. Beside
-it stands the processor time of the daemon, of its engine and of the client for each token: client and daemon
-take the cores that the engine computes on.
+neither has seen. A ratio is the endpoint's output tokens a second over the engine's of the same round; of
+decoding: without what comes before all streams have a token. Beside it stands the processor time of the
+daemon, of its engine and of the client for each token: client and daemon take the cores that the engine
+computes on.
 """
 
 import argparse
@@ -93,7 +94,7 @@ def load(options: argparse.Namespace, size: int) -> Engine:
 def compare(started: Started, engine: Engine, size: int, options: argparse.Namespace) -> None:
     daemon = psutil.Process(started.process.pid)
     own = psutil.Process()
-    ratios, alone, served = [], [], []
+    ratios, decoding, alone, served = [], [], [], []
     costs: list[tuple[float, float, float]] = []
     for number in range(options.rounds + 1):
         sides = (
@@ -103,30 +104,40 @@ def compare(started: Started, engine: Engine, size: int, options: argparse.Names
         for side in sides if number % 2 else sides[::-1]:
             prompts = Prompts(f"{size}/{number}/{time.time_ns()}", IDS)
             side(uniform(prompts, size, size, options.prompt, options.output))
-        ratios.append(served[-1] / alone[-1])
-    ratios, costs = ratios[1:], costs[1:]  # the first round warms both
+        ratios.append(served[-1][0] / alone[-1][0])
+        decoding.append(served[-1][1] / alone[-1][1])
+    del ratios[0], decoding[0], costs[0], alone[0], served[0]  # the first round warms both
     taken = [statistics.median(column) * 1e6 / (size * options.output) for column in zip(*costs, strict=True)]
     print(
-        f"{options.quant} {size} streams: engine alone {statistics.median(alone[1:]):.1f} tok/s, endpoint "
-        f"{statistics.median(served[1:]):.1f}, ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to "
-        f"{max(ratios):.3f}); processor time a token in us: daemon {taken[0]:.0f}, client {taken[2]:.0f}, "
+        f"{options.quant} {size} streams: "
+        f"engine alone {statistics.median(rate for rate, _ in alone):.1f} tok/s, "
+        f"endpoint {statistics.median(rate for rate, _ in served):.1f}, ratio {spread(ratios)}, of decoding "
+        f"{spread(decoding)}; processor time a token in us: daemon {taken[0]:.0f}, client {taken[2]:.0f}, "
         f"engine {taken[1]:.0f}",
         flush=True,
     )
 
 
-def step_all(engine: Engine, work: Workload) -> float:
+def spread(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def step_all(engine: Engine, work: Workload) -> tuple[float, float]:
+    """Return tokens a second of the whole work, and from the step on after which all requests had one."""
     while engine.prepare():
         pass
     began = time.perf_counter()
-    tokens = 0
+    tokens, made, first = 0, [], (0.0, 0)
     for number, ask in enumerate(work.asks):
         params = SamplingParams(max_tokens=ask.max_tokens, min_tokens=ask.max_tokens, temperature=0.0)
         engine.add(AddRequest(request_id=f"r{number}", prompt_ids=ask.prompt, params=params))
         tokens += ask.max_tokens
     while engine.has_work:
-        engine.step()
-    return tokens / (time.perf_counter() - began)
+        made += [output.request_id for output in engine.step().outputs]
+        if not first[1] and len(set(made)) == len(work.asks):
+            first = time.perf_counter(), len(made)
+    ended = time.perf_counter()
+    return tokens / (ended - began), (tokens - first[1]) / (ended - first[0])
 
 
 def serve_all(
@@ -135,7 +146,8 @@ def serve_all(
     daemon: psutil.Process,
     own: psutil.Process,
     costs: list[tuple[float, float, float]],
-) -> float:
+) -> tuple[float, float]:
+    """Return what `step_all` does, as the client saw it."""
     time.sleep(IDLE_S)
     before = [seconds(daemon), seconds(*daemon.children(recursive=True)), seconds(own)]
     done = asyncio.run(run(started.target, work))
@@ -143,7 +155,10 @@ def serve_all(
     if done.errors:
         raise SystemExit(done.errors[0])
     costs.append((after[0] - before[0], after[1] - before[1], after[2] - before[2]))
-    return done.output_rate
+    first = max(sample.token_times[0] for sample in done.good())
+    times = [at for sample in done.good() for at in sample.token_times]
+    left = sum(sample.tokens for sample in done.good()) - sum(at <= first for at in times)
+    return done.output_rate, left / (max(times) - first)
 
 
 def seconds(*processes: psutil.Process) -> float:

@@ -40,6 +40,41 @@ async def test_tokens_and_usage_are_read_across_pieces():
     assert sample.started < sample.token_times[0] < sample.token_times[1]
 
 
+async def serve_chunks(pieces, end=b"0\r\n\r\n"):
+    """Send pieces as chunks and keep the connection open, though the client asked for its end."""
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for piece in pieces:
+            await writer.drain()
+            await asyncio.sleep(0.01)
+            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        writer.write(end)
+        if end:
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    return server, BenchTarget(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
+
+
+async def test_chunks_keep_their_times_though_they_are_read_at_the_end():
+    texts = [b'data: {"choices": [{"text": "%d0"}]}\n\n' % number for number in range(4)]
+    server, target = await serve_chunks([*texts, EVENTS[1][EVENTS[1].index(b"data") :]])
+    async with server:
+        sample = await complete(target, [1, 2, 3], 7)
+    assert (sample.error, sample.tokens, len(sample.token_times)) == ("", 7, 4)
+    assert sample.token_times == sorted(set(sample.token_times))
+    assert sample.ended > sample.token_times[-1]
+
+
+async def test_chunks_without_an_end_are_an_error():
+    server, target = await serve_chunks(EVENTS, end=b"")
+    async with server:
+        assert "RemoteProtocolError" in (await complete(target, [1], 1)).error
+
+
 @pytest.mark.parametrize(
     ("pieces", "status", "message"),
     [

@@ -1,9 +1,14 @@
+from types import SimpleNamespace
+
 import pytest
 
+from llmbox.app.bench import measure
 from llmbox.app.bench.client import (
     BenchRequest,
+    BenchTarget,
     Prompts,
     RequestTiming,
+    Workload,
     heavy_tail,
     long_arrival,
     shared_prefix,
@@ -30,6 +35,19 @@ def test_ratios_are_taken_round_by_round():
     assert (got.median, got.low, got.high) == (2.5, 2.0, 3.0)
     with pytest.raises(ValueError):
         ratio([1.0], [1.0, 2.0])
+
+
+@pytest.mark.parametrize(("error", "seconds"), [("", 4.0), ("HTTP 429", 8.0)])
+async def test_a_run_ends_with_its_last_answer_and_not_when_that_is_read(monkeypatch, error, seconds):
+    async def complete(target, prompt, most):
+        clock.perf_counter = lambda: 9.0
+        return RequestTiming(wanted_tokens=most, ended=0.0 if error else 5.0, error=error)
+
+    clock = SimpleNamespace(perf_counter=lambda: 1.0)
+    monkeypatch.setattr(measure, "complete", complete)
+    monkeypatch.setattr(measure, "time", clock)
+    done = await measure.run(BenchTarget("http://x", "m"), Workload([BenchRequest([1], 3)], 1))
+    assert (done.seconds, done.is_whole) == (seconds, True)
 
 
 def test_summary_counts_only_what_succeeded():

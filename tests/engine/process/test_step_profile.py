@@ -1,6 +1,7 @@
 """Profiles of steps: exclusive times that add up, and an engine that is left as it was."""
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,3 +83,14 @@ def test_a_profile_whose_caller_is_gone_ends_by_itself(channel, monkeypatch):
     monkeypatch.setattr(step_profile.time, "monotonic", lambda: float("inf"))
     profiler.end_if_late()
     assert "step" not in vars(engine)
+
+
+def test_the_head_runs_by_itself_while_it_is_timed(channel):
+    fake = FakeEngine()
+    fake.runner._model = model = SimpleNamespace(times_head=False)
+    profiler = StepProfiler(fake.engine, channel)
+    for _ in range(2):
+        profiler.start(60.0)
+        assert model.times_head
+    profiler.stop()
+    assert not model.times_head

@@ -1,5 +1,8 @@
+import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,8 @@ from llmbox.engine.errors import DeviceError, DoesNotFit, EngineError
 from llmbox.engine.executor.build import load_engine
 from llmbox.engine.ipc.messages import Progress
 from llmbox.engine.runner import cpu_runner
-from llmbox.engine.runner.cpu_runner import CPUModelRunner
+from llmbox.engine.runner.cpu_runner import SCORED_AT_ONCE, CPUModelRunner
+from llmbox.engine.runner.input_batch import DecodingInputs, build_batch, decodes
 from llmbox.engine.sampling_params import SamplingParams
 from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.op_types import KVShape
@@ -251,3 +255,89 @@ def test_a_block_keeps_what_it_holds():
     ops.clear_blocks(cache, [1, 6])
     assert [int(memory[:, block].sum() == 0) for block in range(8)] == [0, 1, 0, 0, 0, 0, 1, 0]
     ops.clear_blocks(cache, [])
+
+
+def decoding(count, end, seed=0):
+    """Return rows of one token, whose contexts end at `end` or before."""
+    rng, rows = random.Random(seed), []
+    for number in range(count):
+        length = end if not number else rng.randrange(1, end + 1)
+        made = request(str(number), [rng.randrange(320) for _ in range(length)], rng.sample(range(99), 9))
+        rows.append(planned(made, length - 1, 1))
+    return rows
+
+
+@pytest.mark.parametrize("end", [1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
+@pytest.mark.parametrize("count", [1, 5])
+def test_kept_inputs_are_those_of_any_step(count: int, end: int) -> None:
+    kept = DecodingInputs(count, -(-end // BLOCK), BLOCK)
+    for seed in (0, 1):  # the second step writes over the first
+        rows = decoding(count, end, seed)
+        assert all(map(decodes, rows))
+        ours, theirs = kept.fill(rows), build_batch(rows, BLOCK, torch.device("cpu"))
+        for name in ("query_starts_N1", "context_lens_N", "block_tables_NB", "positions_T", "slots_T"):
+            mine = getattr(ours.ragged, name)
+            assert mine.is_contiguous()
+            torch.testing.assert_close(mine, getattr(theirs.ragged, name), rtol=0, atol=0)
+        assert (ours.ragged.query_lens, ours.ragged.contexts) == ([1] * count, [row.end for row in rows])
+        assert ours.ids_T.tolist() == theirs.ids_T.tolist()
+        same = ("wanted_R", "rounds", "num_sampled", "prompts", "pooled", "fresh_blocks")
+        assert [getattr(ours, each) for each in same] == [getattr(theirs, each) for each in same]
+
+
+def test_rows_that_do_more_have_no_kept_inputs(model: Path) -> None:
+    made = request("a", [1, 2, 3], [0])
+    assert decodes(planned(made, 2, 1))
+    assert not decodes(planned(made, 1, 2))
+    assert not decodes(planned(made, 1, 1)), "the prompt goes on"
+    told = replace(made, params=SamplingParams(max_tokens=9, prompt_logprobs=0))
+    assert not decodes(planned(told, 2, 1))
+
+
+DRAWS = ({}, {"temperature": 0.9, "seed": 3}, {"repetition_penalty": 1.4}, {"logprobs": 2})
+
+
+@pytest.mark.parametrize("count", [1, 3, SCORED_AT_ONCE, SCORED_AT_ONCE + 1])
+@pytest.mark.parametrize("draws", [DRAWS[:1], DRAWS])
+def test_a_step_as_one_list_gives_what_its_parts_give(
+    model: Path, count: int, draws: tuple[dict[str, Any], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [ask(str(n), range(3 + n, 20 + n), 12, **draws[n % len(draws)]) for n in range(count)]
+    whole, apart = load(model), load(model)
+    runner_of(apart).model.times_head = True
+    seen = count_lists(whole, monkeypatch)
+    assert told(run(whole, asked)) == told(run(apart, asked))
+    assert max(seen, default=0) <= SCORED_AT_ONCE
+    assert (count in seen) == (count <= SCORED_AT_ONCE)
+
+
+def told(outputs):
+    return {
+        name: [(each.token_ids, each.logprobs, each.finish_reason) for each in own]
+        for name, own in outputs.items()
+    }
+
+
+def count_lists(engine, monkeypatch):
+    """Return a list that gets the rows of each step that is one list of operations."""
+    model, seen = runner_of(engine).model, []
+    scores = model.scores
+
+    def counted(forward, *, with_best):
+        seen.append(len(forward.ids_T))
+        return scores(forward, with_best=with_best)
+
+    monkeypatch.setattr(model, "scores", counted)
+    return seen
+
+
+def test_a_greedy_step_wakes_the_threads_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(model)
+    library = load_backend("cpu").library
+    calls, run_ops = [], library.llmbox_run
+    engine.add(ask("a", [5, 6, 7], 20))
+    engine.step()
+    engine.step()  # records
+    monkeypatch.setattr(library, "llmbox_run", lambda *each: (calls.append(each), run_ops(*each)))
+    engine.step()
+    assert len(calls) == 1
