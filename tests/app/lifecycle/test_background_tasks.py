@@ -84,8 +84,7 @@ async def test_the_end_of_one_forgets_no_other_of_its_name():
     background, first, second = BackgroundTasks(), Work(), Work()
     background.start(PLACE, first.run(), lambda: "first")
     first.go.set()
-    for _ in range(2):  # its own two steps; its call-back comes next
-        await asyncio.sleep(0)
+    await asyncio.sleep(0)  # its own step; its call-back comes next
     assert first.end == "done"
     background.start(PLACE, second.run(), lambda: "second")
     await asyncio.sleep(0)
