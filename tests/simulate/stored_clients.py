@@ -290,15 +290,19 @@ class StoredClient(HttpClient):
                 outcome.status = "lost" if outcome.is_open else "left"
             return error
         take_end(outcome, end, self._world)
+        if is_lost(end):
+            outcome.status = outcome.status or "lost"
+            if error is None and not self.is_lenient:
+                raise BrokenRuleError(f"{self.id} lost its end, and no disk failed")
+            return error
         said = "".join(text for kind, text in self._events.values() if kind == "output_text.delta")
         if not outcome.text[0].startswith(said) or (self._last is not None and said != outcome.text[0]):
             raise BrokenRuleError(f"{self.id}: its events say {said!r}, it has {outcome.text[0]!r}")
         match end["status"]:
             case "failed":
                 error = self._failure(error)
-                if error is None and not self.is_lenient:
+                if error is None:
                     raise BrokenRuleError(f"{self.id} failed for no reason: {end['error']}")
-                outcome.status = outcome.status or "lost"
             case "cancelled" if error is None and outcome.status != "left":
                 if not self._was_cancelled:
                     raise BrokenRuleError(f"{self.id} was cancelled by nobody")
