@@ -241,11 +241,7 @@ class World:
                 (request_writer, "queue", queue_of(machine)),
                 (queries, "add", failing_inserts(machine, scenario.log_faults, queries.add)),
                 (stored_queries, "put", failing_inserts(machine, scenario.stored_faults, stored_queries.put)),
-                (
-                    database,
-                    "NullPool",
-                    StaticPool,
-                ),  # opening a file anew for each statement is most of its cost
+                (database, "NullPool", StaticPool),  # to open the file each time is most of the cost
                 (Security, "owner_id", lambda _, caller: caller.tenant),
                 (client, "os", machine.os),
                 (spawn_module, "os", machine.os),
