@@ -6,7 +6,8 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
 
 import msgspec
 
@@ -151,10 +152,15 @@ def request_of(sequence: str) -> str:
     return sequence.rpartition(".")[0] or sequence
 
 
+_DEFAULTS: Final[dict[str, Any]] = {
+    each.name: getattr(SamplingParams(max_tokens=0), each.name) for each in fields(SamplingParams)
+}
+
+
 def params_json(generation: Generation) -> str:
     """JSON of the sampling parameters that differ from their defaults. Texts are counted, never kept."""
-    plain = asdict(SamplingParams(max_tokens=0))
-    params = {name: value for name, value in asdict(generation.params).items() if value != plain[name]}
+    values = ((name, getattr(generation.params, name), default) for name, default in _DEFAULTS.items())
+    params = {name: value for name, value, default in values if value != default}
     params.pop("seed", None)
     if generation.params.pooling is None:
         params["max_tokens"] = generation.max_tokens
@@ -162,8 +168,8 @@ def params_json(generation: Generation) -> str:
         if name in params:
             params[name] = len(params[name])
     params.pop("triggers", None)
-    if (thinking := params.pop("thinking", None)) is not None and thinking["budget"] is not None:
-        params["thinking_token_budget"] = thinking["budget"]
+    if (thinking := params.pop("thinking", None)) is not None and thinking.budget is not None:
+        params["thinking_token_budget"] = thinking.budget
     if generation.stop:
         params["stop"] = len(generation.stop)
     return msgspec.json.encode(params).decode()

@@ -52,6 +52,7 @@ def shutting_down() -> ApiError:
 class _Running:
     task: asyncio.Task[None]
     look: Callable[[], Any]
+    begun: asyncio.Event
 
 
 class BackgroundTasks:
@@ -64,9 +65,13 @@ class BackgroundTasks:
         """Start a task. `look` reports its progress. `work` stores its own result, also when it is
         cancelled.
         """
-        task = asyncio.create_task(work)
-        self._running[place] = _Running(task, look)
-        task.add_done_callback(lambda _: self._running.pop(place, None))
+
+        async def run() -> None:
+            running.begun.set()
+            await work
+
+        running = self._running[place] = _Running(asyncio.create_task(run()), look, asyncio.Event())
+        running.task.add_done_callback(lambda _: self._forget(place, running))
 
     def look(self, place: tuple[str, str]) -> Any | None:
         """Progress of a task; None if no such task runs."""
@@ -77,6 +82,7 @@ class BackgroundTasks:
         """Cancel a task and return when it has ended; at once if no such task runs."""
         found = self._running.get(place)
         if found is not None:
+            await found.begun.wait()  # cancelled before its first step, `work` would not run at all
             found.task.cancel()
             await asyncio.wait((found.task,))
 
@@ -93,7 +99,9 @@ class BackgroundTasks:
 
     async def close(self) -> None:
         """Cancel all running tasks."""
-        tasks = [each.task for each in self._running.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(self.cancel(place) for place in self._running))
+
+    def _forget(self, place: tuple[str, str], ended: _Running) -> None:
+        """Forget a task, unless another one has its place already."""
+        if self._running.get(place) is ended:
+            del self._running[place]

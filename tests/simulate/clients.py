@@ -15,6 +15,7 @@ from .engine import BrokenRuleError
 from .http_clients import HttpClient
 from .rules import check_room
 from .scenario import RequestSetup
+from .stored_clients import StoredClient
 
 Opener = Callable[[Generation], OpenRequest]
 
@@ -29,7 +30,9 @@ class Outcome:
     request: RequestSetup
     arrived: float = 0.0
     status: str = ""
-    """`done`, `left` or `error`; empty: nothing."""
+    """`done`, `left` or `error`; of a stored response also `cancelled`, `deleted`, `forgotten` by its client,
+    or `lost` by the disk. Empty: nothing.
+    """
     error: ApiError | None = None
     tokens: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
@@ -59,6 +62,8 @@ class Clients:
         """Requests that have a place in a queue and are not submitted yet."""
         self._asking: dict[str, RequestSetup] = {}
         """Requests over HTTP whose answer has not ended."""
+        self.stored: dict[str, StoredClient] = {}
+        """Those of stored responses, by the id of the request."""
 
     async def ask(self, request: RequestSetup) -> None:
         await asyncio.sleep(request.at)
@@ -66,7 +71,7 @@ class Clients:
         outcome.arrived = self._loop.time()
         task = asyncio.create_task(self._serve(request, outcome))
         timer = None
-        if request.leaves_at is not None:
+        if request.leaves_at is not None and request.stored is None:
             timer = self._loop.call_later(request.leaves_at, task.cancel)
         try:
             await asyncio.wait({task})
@@ -80,7 +85,7 @@ class Clients:
             outcome.ended = self._loop.time()
             if timer is not None:
                 timer.cancel()
-        opened = self._opened.get(request.id)
+        opened = self._opened.get(request.id) if outcome.status != "forgotten" else None
         if opened is not None and not all(each.stream.finished for each in opened.sequences):
             raise BrokenRuleError(f"{request.id} runs on although its client has {outcome.status}")
         told = "" if outcome.error is None else outcome.error.code
@@ -145,10 +150,18 @@ class Clients:
     async def _ask_over_http(self, request: RequestSetup, outcome: Outcome) -> None:
         self._asking[request.id] = request
         try:
-            await HttpClient(self._world, request, outcome).ask()
+            if request.stored is None:
+                await HttpClient(self._world, request, outcome).ask()
+            else:
+                self.stored[request.id] = client = StoredClient(self._world, request, outcome)
+                await client.ask()
         finally:
-            del self._asking[request.id]
+            self.note_answered(request)
         outcome.status = outcome.status or "done"
+
+    def note_answered(self, request: RequestSetup) -> None:
+        """Note that a request over HTTP has no place any more, or an open one."""
+        self._asking.pop(request.id, None)
 
     def note_refusal(self, outcome: Outcome) -> None:
         """Count the choices that are open, or may have a place, when a route refuses a request."""
@@ -171,6 +184,8 @@ class Clients:
         outcome.row = generation.id
         opened = open_request(generation)
         outcome.is_open = True
+        if (client := self.stored.get(request.id)) is not None:
+            client.note_open()
         check_room(self._world, request, before, own)
         self._opened[request.id] = opened
         return opened

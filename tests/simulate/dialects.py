@@ -190,6 +190,8 @@ class Responses(Dialect):
             "temperature": request.params.temperature,
             "max_output_tokens": request.max_tokens,
             "input": _text_of(request),
+            "store": True if request.stored is not None else None,
+            "background": True if request.stored is not None and request.stored.is_background else None,
         }
 
     def whole(self, answer: Any) -> list[AnswerPart]:

@@ -85,12 +85,12 @@ class _DiskModule:
 
 
 def failing_inserts(
-    machine: "Machine", faults: dict[int, str], insert: "Callable[..., None]"
-) -> "Callable[..., None]":
-    """Return the insert of the request log, with faults by the number of the call."""
+    machine: "Machine", faults: dict[int, str], insert: "Callable[..., Any]"
+) -> "Callable[..., Any]":
+    """Return an insert into the request log, with faults by the number of the call."""
     calls = 0
 
-    def add(engine: Any, entries: Any) -> None:
+    def add(engine: Any, entries: Any) -> Any:
         nonlocal calls
         calls += 1
         fault = faults.get(calls, "")
@@ -103,6 +103,6 @@ def failing_inserts(
         }.get(fault)
         if reason is not None:
             raise OperationalError("INSERT", {}, Exception(reason))
-        insert(engine, entries)
+        return insert(engine, entries)
 
     return add

@@ -56,7 +56,8 @@ class Exchange:
     """One request and its answer, as ASGI has them."""
 
     def __init__(self, chance: Random, body: bytes, pause: float) -> None:
-        cuts = sorted(chance.randrange(len(body)) for _ in range(chance.choice([0, 0, 1, 3])))
+        count = chance.choice([0, 0, 1, 3]) if body else 0
+        cuts = sorted(chance.randrange(len(body)) for _ in range(count))
         ends = [*cuts, len(body)]
         self._pieces = [body[start:end] for start, end in zip([0, *cuts], ends, strict=True)]
         self._pause = pause
@@ -131,12 +132,24 @@ class HttpClient:
         sent = self._dialect.body(request)
         body = json.dumps({name: value for name, value in sent.items() if value is not None}).encode()
         exchange = Exchange(world.chance, body, request.preparing)
-        served = asyncio.create_task(self._serve(exchange, len(body)))
+        served = asyncio.create_task(
+            serve_exchange(
+                world,
+                exchange,
+                path=self._dialect.route,
+                name=request.id,
+                tenant=request.tenant,
+                size=len(body),
+            )
+        )
         timer = None
         if request.leaves_at is not None:
             timer = world.loop.call_later(request.leaves_at, exchange.leave)
         try:
-            await (self._read_stream(exchange) if request.streams else self._read_whole(exchange))
+            if request.streams:
+                await self._read_stream(exchange, request.leaves_after)
+            else:
+                await self._read_whole(exchange)
             if exchange.is_left:
                 self._outcome.status = "left"
         finally:
@@ -148,35 +161,6 @@ class HttpClient:
         if was_open and world.loop.time() > ended + _NOTICE_S:
             raise BrokenRuleError(f"{request.id} runs on although its client has left")
         await served
-
-    async def _serve(self, exchange: Exchange, size: int) -> None:
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": self._dialect.route,
-            "raw_path": self._dialect.route.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "headers": [
-                (b"host", b"127.0.0.1:8000"),
-                (b"content-type", b"application/json"),
-                (b"content-length", b"%d" % size),
-                (b"x-request-id", self._request.id.encode()),
-            ],
-            "client": ("127.0.0.1", 40_000),
-            "server": ("127.0.0.1", 8000),
-            "extensions": {CALLER: SimulatedCaller(self._request.tenant)},
-            "state": {},
-        }
-        try:
-            await application()(scope, exchange.receive, exchange.send)
-        finally:
-            if not exchange.has_ended and not exchange.is_left:
-                exchange.leave()
-                self._world.loop.failures.append(f"{self._request.id}: the answer has no end")
 
     # ------------------------------------------------------------------ the answer
 
@@ -190,7 +174,7 @@ class HttpClient:
         for part in self._dialect.whole(answer):
             self._take(part)
 
-    async def _read_stream(self, exchange: Exchange) -> None:
+    async def _read_stream(self, exchange: Exchange, leaves_after: int | None) -> None:
         buffer, count = b"", 0
         async for piece in exchange.read():
             buffer += piece
@@ -201,7 +185,7 @@ class HttpClient:
                 if not self._take_event(event):
                     continue
                 count += 1
-                if self._request.leaves_after is not None and count > self._request.leaves_after:
+                if leaves_after is not None and count > leaves_after:
                     exchange.leave()
                     return
                 if self._request.read_pause:
@@ -267,6 +251,45 @@ class HttpClient:
 # ---------------------------------------------------------------------- the application
 
 
+async def serve_exchange(
+    world: "World",
+    exchange: Exchange,
+    *,
+    path: str,
+    name: str,
+    tenant: str,
+    size: int = 0,
+    method: str = "POST",
+    query: str = "",
+) -> None:
+    """Have the application serve one request. `name`: its id; `size`: bytes of its body, which is JSON."""
+    headers = [(b"host", b"127.0.0.1:8000"), (b"x-request-id", name.encode())]
+    if size:
+        headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % size)]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": headers,
+        "client": ("127.0.0.1", 40_000),
+        "server": ("127.0.0.1", 8000),
+        "extensions": {CALLER: SimulatedCaller(tenant)},
+        "state": {},
+    }
+    try:
+        await application()(scope, exchange.receive, exchange.send)
+    finally:
+        if not exchange.has_ended and not exchange.is_left:
+            exchange.leave()
+            world.loop.failures.append(f"{name}: the answer has no end")
+
+
 @cache
 def application() -> App:
     """Application of all runs. `begin_http` gives it the parts of one."""
@@ -282,9 +305,11 @@ def begin_http(world: "World", settings: Settings) -> None:
         engines=world.engines,
         gateway=world.gateway,
         request_log=world.request_log,
+        stored=world.stored,
+        background=world.background,
         security=security_in(world.machine.folder),
         find_model=world.residency.find,
-        drain=Drain(),
+        drain=world.drain,
         aliases=dict,
         real_name=str,
         version="0",
@@ -292,7 +317,7 @@ def begin_http(world: "World", settings: Settings) -> None:
     engines = SimpleNamespace(engines=world.engines)
     app.state["control"] = SimpleNamespace(services=engines, residency=world.residency)
     app.state["stream_buffer_bytes"] = 2000
-    app.shell._pacer = RequestPacer()
+    app.shell._pacer, app.shell._drain = RequestPacer(), world.drain
     gateway = world.gateway
     open_request, record_refusal = gateway.open, gateway.record_refusal
 

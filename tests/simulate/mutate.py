@@ -46,6 +46,7 @@ COPIED = (
     "tests/simulate",
     "tests/engine/core",
     "tests/app/engines",
+    "tests/app/lifecycle",
     "tests/app/http/server",
 )
 LINKED = ("kernels", "ui", "migrations", "pyproject.toml", "tests/conftest.py")
@@ -64,6 +65,7 @@ _OURS = re.compile(r"(llmbox|support|simulate|tests|conftest)($|\.)")
 _clock = itertools.count(1_000_000_000)
 """Times of the files with mistakes: byte code of another one must not be taken for theirs."""
 _SHARES = ("engine/core/test_fair_shares", "engine/core/test_scheduler", "engine/core/test_liveness")
+_STORED = ("simulate/test_stored_responses",)
 _BLOCKS = ("engine/core/kv_cache/test_block_pool", "engine/core/kv_cache/test_prefix_history")
 UNIT_TESTS = {
     "engine/core/scheduler.py": (*_SHARES, "engine/core/test_engine"),
@@ -85,6 +87,10 @@ UNIT_TESTS = {
     "app/engines/engine_process.py": ("simulate/test_simulate", "app/engines/test_engine_process"),
     "app/http/server/sse.py": ("app/http/server/test_sse",),
     "app/engines/manager.py": ("app/engines/test_manager",),
+    "app/lifecycle/drain.py": ("app/lifecycle/test_background_tasks", *_STORED),
+    "app/http/openai_responses/stored.py": _STORED,
+    "app/http/openai_responses/writer.py": _STORED,
+    "app/store/queries/stored_answers.py": _STORED,
 }
 """Unit tests of a file with mistakes, below `tests`; the simulator alone looks for those in other files."""
 

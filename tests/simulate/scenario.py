@@ -9,6 +9,7 @@ from llmbox.engine.sampling_params import SamplingParams
 from .dialects import DIALECTS_BY_NAME, OllamaChat
 from .disks import LOG_FAULTS, READ_FAULTS, WRITE_FAULTS
 from .engine import LOAD_ALLOCATIONS, POISON, ModelSetup
+from .stored_clients import StoredPlan, draw_plan
 
 Weather = Literal["calm", "crowd", "poison", "outside", "storm", "models"]
 """Kinds of runs: `calm` and `crowd` have no faults of the machine and the strictest rules, `poison` has only
@@ -18,6 +19,8 @@ once, `models` more models than fit."""
 WEATHERS: tuple[Weather, ...] = ("calm", "crowd", "poison", "outside", "storm", "models")
 HTTP_SHARE = 0.15
 """Share of runs in which requests ask over HTTP."""
+STORED_SHARE = 0.04
+"""Share of runs in which responses are stored, or made in the background."""
 TENANTS = ("ann", "bob", "cat")
 
 
@@ -52,6 +55,8 @@ class RequestSetup:
     """Seconds that its model stays unused from now on. In Ollama's dialects alone."""
     streams: bool = True
     """It reads the answer as a stream. Over HTTP alone; else it always does."""
+    stored: StoredPlan | None = None
+    """Its answer is stored. With the dialect `responses` alone."""
 
     @property
     def is_poison(self) -> bool:
@@ -85,6 +90,8 @@ class Scenario:
     ttl: float | None = None
     log_faults: dict[int, str] = field(default_factory=dict)
     """By the number of the insert into the request log. With `writes_log` alone."""
+    stored_faults: dict[int, str] = field(default_factory=dict)
+    """By the number of the answer that is stored."""
     writes_log: bool = False
     """The request log has its thread and its file; else its queue is read at the end."""
     write_faults: dict[int, str] = field(default_factory=dict)
@@ -93,6 +100,11 @@ class Scenario:
     memory: int = 1 << 40
     """Bytes that models may take together."""
     drain: float = 30.0
+
+    @property
+    def loses_answers(self) -> bool:
+        """The disk may lose answers that were stored, or hold up those who ask for them."""
+        return bool(self.log_faults or self.stored_faults)
 
     @property
     def has_faults(self) -> bool:
@@ -154,6 +166,7 @@ def draw_scenario(seed: int, weather: Weather | None = None) -> Scenario:
     if weather == "poison":
         _draw_more_poison(Random(f"poison {seed}"), scenario.requests)
     _draw_dialects(Random(f"http {seed}"), scenario.requests)
+    _draw_stored(Random(f"stored {seed}"), scenario)
     return scenario
 
 
@@ -163,20 +176,49 @@ def _draw_dialects(chance: Random, requests: list[RequestSetup]) -> None:
         return
     for request in requests:
         name = chance.choice(["", "", *DIALECTS_BY_NAME])
-        if not name or request.is_revoked_at is not None or request.params.prompt_logprobs is not None:
+        if not name or not _may_ask_over_http(request):
             continue
-        dialect = DIALECTS_BY_NAME[name]
-        request.dialect, request.streams = name, chance.random() < 0.8
-        least = min(request.params.min_tokens, request.max_tokens or 2)  # more is refused
-        request.params = replace(request.params, min_tokens=least)
-        if not dialect.has_fields:
-            request.params = replace(request.params, min_tokens=0, stop_token_ids=())
-            request.n, request.priority, request.salt = 1, 0, ""
-            request.finish_after = request.first_token_after = None
-        if dialect.needs_limit:
-            request.max_tokens = request.max_tokens or 12
-        if isinstance(dialect, OllamaChat) and chance.random() < 0.2:
+        _ask_over_http(chance, request, name)
+        if isinstance(DIALECTS_BY_NAME[name], OllamaChat) and chance.random() < 0.2:
             request.keep_alive = chance.choice([0.0, 0.5, 5.0])
+
+
+def _may_ask_over_http(request: RequestSetup) -> bool:
+    return request.is_revoked_at is None and request.params.prompt_logprobs is None
+
+
+def _ask_over_http(chance: Random, request: RequestSetup, name: str) -> None:
+    dialect = DIALECTS_BY_NAME[name]
+    request.dialect, request.streams = name, chance.random() < 0.8
+    least = min(request.params.min_tokens, request.max_tokens or 2)  # more is refused
+    request.params = replace(request.params, min_tokens=least)
+    if not dialect.has_fields:
+        request.params = replace(request.params, min_tokens=0, stop_token_ids=())
+        request.n, request.priority, request.salt = 1, 0, ""
+        request.finish_after = request.first_token_after = None
+    if dialect.needs_limit:
+        request.max_tokens = request.max_tokens or 12
+
+
+def _draw_stored(chance: Random, scenario: Scenario) -> None:
+    """Have some of the requests of some runs ask for responses that are stored."""
+    if chance.random() > STORED_SHARE:
+        return
+    scenario.writes_log = True
+    for request in scenario.requests:
+        if chance.random() < 0.6 and _may_ask_over_http(request):
+            _ask_over_http(chance, request, "responses")
+            request.stored, request.keep_alive = draw_plan(chance), None
+            if request.streams and chance.random() < 0.4:  # it comes back for the rest of the events
+                request.leaves_after = chance.randint(0, 4)
+    end = max((request.at for request in scenario.requests), default=0.0) + 5.0
+    if scenario.has_faults:
+        for _ in range(chance.choice([0, 1, 1, 2])):
+            at = chance.choice([chance.random(), chance.random() * end])
+            scenario.events.append(MachineEvent(at=at, kind="daemon"))
+        for _ in range(chance.choice([0, 0, 0, 2])):
+            scenario.stored_faults[chance.randint(1, 12)] = chance.choice(("full", "locked", "slow"))
+        scenario.events.sort(key=lambda event: event.at)
 
 
 def _draw_more_poison(chance: Random, requests: list[RequestSetup]) -> None:

@@ -16,48 +16,16 @@ from llmbox.app.http.openai_responses.writer import ItemWriter
 from llmbox.app.http.server.sse import EventStream
 from llmbox.app.text.output.output_parser import ParsedOutput
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
-from llmbox.engine.sampling_params import SamplingParams
 from simulate.dialects import DIALECTS_BY_NAME
-from simulate.engine import POISON, ModelSetup
-from simulate.scenario import WEATHERS, MachineEvent, RequestSetup, Scenario, draw_scenario
+from simulate.engine import POISON
+from simulate.scenario import WEATHERS, MachineEvent, draw_scenario
 from simulate.simulation import simulate
+from simulate.small_runs import make_model, make_request, run
 from simulate.world import World
 from support.lanes import examples
 
 SEEDS = examples(60)
 """Of each kind of run: a quarter in the suite."""
-
-
-def make_model(name="m0", **options):
-    sizes = {
-        "num_blocks": 16,
-        "block_size": 4,
-        "context": 40,
-        "max_running": 3,
-        "token_budget": 12,
-        "cache": True,
-    }
-    return ModelSetup(name=name, sizes=sizes, **options)
-
-
-def make_request(number, at=0.0, max_tokens=8, **options):
-    return RequestSetup(
-        id=f"q{number}",
-        model="m0",
-        at=at,
-        prompt=options.pop("prompt", [number, 1, 2]),
-        params=SamplingParams(max_tokens=0, seed=number),
-        max_tokens=max_tokens,
-        **options,
-    )
-
-
-def run(requests, events=(), **options):
-    setup = options.pop("model", None) or make_model()
-    scenario = Scenario(
-        seed=1, weather="storm", models=[setup], requests=requests, events=list(events), **options
-    )
-    return simulate(1, scenario)
 
 
 @pytest.mark.parametrize("weather", WEATHERS)

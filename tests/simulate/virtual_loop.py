@@ -1,8 +1,13 @@
 """Virtual time: clocks that stand still while code runs, and an event loop that jumps to its next timer."""
 
 import asyncio
+import heapq
+from asyncio.events import Handle, TimerHandle
 from collections.abc import Callable
 from typing import Any
+
+_RESOLUTION = 1e-9
+"""Seconds within which timers are called together."""
 
 
 class StuckError(Exception):
@@ -27,28 +32,10 @@ class VirtualClock:
         self._wall += seconds
 
 
-class _NextTimer:
-    """Selector without descriptors: waiting moves the clock to the next timer."""
-
-    def __init__(self, loop: "VirtualLoop", most: int) -> None:
-        self._loop = loop
-        self._left = most
-
-    def select(self, timeout: float | None) -> list[Any]:
-        self._left -= 1
-        if self._left < 0:
-            raise StuckError("the loop goes round without an end")
-        if timeout is None:
-            raise StuckError("tasks wait and no timer is set: a deadlock")
-        if timeout > 0:
-            clock = self._loop.clock
-            clock.now = max(clock.now, self._loop._scheduled[0].when())
-        return []
-
-
 class VirtualLoop(asyncio.BaseEventLoop):
     """Event loop in virtual time, without descriptors, threads and signals.
 
+    Timers of the same time are called in the order in which they were set.
     Transports come from the virtual machine: `connect` gives the transport of a socket or a pipe. Work for
     threads is done at once, `thread_delay()` seconds later.
     """
@@ -56,8 +43,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self, clock: VirtualClock, most_turns: int = 200_000) -> None:
         super().__init__()
         self.clock = clock
-        self._selector = _NextTimer(self, most_turns)
-        self._clock_resolution = 1e-9
+        self._turns_left = most_turns
+        self._clock_resolution = _RESOLUTION
+        self._timers: list[tuple[float, int, TimerHandle]] = []
+        self._timers_set = 0
         self.thread_delay: Callable[[], float] = float
         self.watch: Callable[[int, Callable[[], None]], None] = lambda *_: None
         self.unwatch: Callable[[int], None] = lambda _: None
@@ -68,13 +57,46 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self.clock.now
 
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Any = None) -> Handle:
+        handle = Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
     def call_later(
         self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None
-    ) -> asyncio.TimerHandle:
+    ) -> TimerHandle:
         """Call after a delay, which is long enough for the clock to move: rounding leaves shorter ones."""
-        if 0 < delay < 2 * self._clock_resolution:
-            delay = 2 * self._clock_resolution
-        return super().call_later(delay, callback, *args, context=context)
+        if 0 < delay < 2 * _RESOLUTION:
+            delay = 2 * _RESOLUTION
+        return self.call_at(self.clock.now + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> TimerHandle:
+        timer = TimerHandle(when, callback, args, self, context)
+        self._timers_set += 1
+        heapq.heappush(self._timers, (when, self._timers_set, timer))
+        return timer
+
+    def _run_once(self) -> None:
+        """Call what is ready. Where nothing is, move the clock to the next timer."""
+        self._turns_left -= 1
+        if self._turns_left < 0:
+            raise StuckError("the loop goes round without an end")
+        ready, timers, clock = self._ready, self._timers, self.clock
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+        if not ready and not self._stopping:
+            if not timers:
+                raise StuckError("tasks wait and no timer is set: a deadlock")
+            clock.now = max(clock.now, timers[0][0])
+        end = clock.now + _RESOLUTION
+        while timers and timers[0][0] < end:
+            ready.append(heapq.heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
 
     def add_reader(self, fd: int, callback: Callable[..., object], *args: object) -> None:
         self.watch(fd, lambda: callback(*args))
@@ -111,7 +133,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     @property
     def timers(self) -> list[str]:
         """Timers that are set, described."""
-        return [repr(handle) for handle in self._scheduled if not handle.cancelled()]
+        return [repr(handle) for *_, handle in self._timers if not handle.cancelled()]
 
     def _note_failure(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -119,9 +141,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
             str(error) if isinstance(error, AssertionError) else f"{context['message']}: {error!r}"
         )
         self.stop()
-
-    def _process_events(self, event_list: list[Any]) -> None:
-        return
 
     def _write_to_self(self) -> None:
         return

@@ -18,6 +18,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+from sqlalchemy.pool import StaticPool
+
 from llmbox.app.config.settings import Settings
 from llmbox.app.control.memory_estimate import MemoryNeed
 from llmbox.app.control.model_scheduler import ModelScheduler, SchedulerDeps
@@ -28,17 +30,23 @@ from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError
 from llmbox.app.events import Events
 from llmbox.app.gateway.gateway import Gateway
+from llmbox.app.gateway.open_request import NullObserver
 from llmbox.app.http.ollama import responder
 from llmbox.app.http.openai import sampling
 from llmbox.app.http.server import errors as server_errors
 from llmbox.app.http.server.errors import encode_error
+from llmbox.app.lifecycle.drain import BackgroundTasks, Drain
 from llmbox.app.metrics import Metrics
 from llmbox.app.models.catalog import ModelRef
 from llmbox.app.models.registry import Registry
-from llmbox.app.store import RecordFilter, RequestLog
+from llmbox.app.security.security import Security
+from llmbox.app.store import RecordFilter, RequestLog, database
 from llmbox.app.store import writer as request_writer
 from llmbox.app.store.database import open_database
 from llmbox.app.store.queries import requests as queries
+from llmbox.app.store.queries import stored_answers as stored_queries
+from llmbox.app.store.record import RequestRecord
+from llmbox.app.store.stored_answers import StoredAnswers
 from llmbox.app.text.chat_template import Chat, RenderedChat
 from llmbox.app.text.output.output_formats import OutputFormat
 from llmbox.app.text.tokenizer.text_encoder import SpecialTokenMarkers
@@ -55,6 +63,7 @@ from .disks import Disk, failing_inserts
 from .engine import BrokenRuleError, run_engine
 from .http_clients import begin_http
 from .machine import Death, Machine, VirtualProcess
+from .next_daemon import DaemonLegacy, check_next_daemon, copy_legacy
 from .rules import (
     check_after,
     check_failed_state,
@@ -125,6 +134,10 @@ class World:
         self.told_errors: dict[str, ApiError] = {}
         """Errors of answers over HTTP by their texts."""
         self.cancelled: set[str] = set()
+        self.ends: dict[str, tuple[int, str, str]] = {}
+        """Status, code and reason of each request that had an end, by the id of its row."""
+        self.drain, self.background = Drain(), BackgroundTasks()
+        self.legacies: list[DaemonLegacy] = []
         self.unloads = 0
         self.must_be_logged: list[tuple[str, Death, Supervisor]] = []
         self.failed_at: list[tuple[str, float]] = []
@@ -170,7 +183,8 @@ class World:
         self.request_log = RequestLog(self._open_log())
         if scenario.writes_log:
             self.request_log.start()
-        self.gateway = Gateway(self.engines, self.request_log, metrics(), settings)
+        self.stored = StoredAnswers(self.request_log)
+        self.gateway = Gateway(self.engines, self.request_log, metrics(), settings, _EndObserver(self))
         if any(request.dialect for request in scenario.requests):
             begin_http(self, settings)
 
@@ -226,6 +240,9 @@ class World:
                 (request_writer, "threading", threading),
                 (request_writer, "queue", queue_of(machine)),
                 (queries, "add", failing_inserts(machine, scenario.log_faults, queries.add)),
+                (stored_queries, "put", failing_inserts(machine, scenario.stored_faults, stored_queries.put)),
+                (database, "NullPool", StaticPool),  # to open the file each time is most of the cost
+                (Security, "owner_id", lambda _, caller: caller.tenant),
                 (client, "os", machine.os),
                 (spawn_module, "os", machine.os),
                 (spawn_module, "socket", machine.socket),
@@ -281,7 +298,7 @@ class World:
         await asyncio.wait({events})
         self._end_faults()
         if not self.is_closing:
-            while self.engines.loading():  # noqa: ASYNC110 - time is virtual
+            while self.engines.loading() or self.background._running:  # noqa: ASYNC110 - time is virtual
                 await asyncio.sleep(1.0)
             await self.clients.ask_control()
             await asyncio.sleep(5.0)
@@ -292,6 +309,10 @@ class World:
                     raise BrokenRuleError(f"idle models stay in memory: {left}")
         await self._close()
         check_after(self)
+        if self.clients.stored:
+            self.legacies.append(copy_legacy(self, was_killed=False))
+        for legacy in self.legacies:
+            await check_next_daemon(self, legacy)
 
     def finish(self) -> None:
         """Judge what clients got, once everything has ended."""
@@ -351,9 +372,11 @@ class World:
                     await self.engines.unload(event.model)
                 except ApiError as error:
                     self.note(f"unload {error.code}")
+            case "daemon" if self.clients.stored:
+                self.legacies.append(copy_legacy(self, was_killed=True))
             case "drain":
                 self.is_closing = self.is_drained_early = True
-                await self.engines.drain(event.value)
+                await self._drain(event.value)
 
     def _feed(self) -> None:
         self.machine.slowness = 1.0
@@ -369,10 +392,16 @@ class World:
         for process in machine.processes.values():
             process.go_on()
 
+    async def _drain(self, patience: float) -> None:
+        if not self.drain.draining:
+            self.drain.begin()
+        await asyncio.gather(self.background.finish(self.drain, patience), self.engines.drain(patience))
+
     async def _close(self) -> None:
         self.is_closing = True
-        await self.engines.drain(self.scenario.drain)
+        await self._drain(self.scenario.drain)
         await self.residency.close()
+        await self.background.close()
         await self.engines.close()
         await self.gateway.close()
         self.request_log.close()
@@ -417,6 +446,16 @@ class World:
             death.is_of_model |= supervisor.pid == process.pid
             if supervisor.pid == process.pid and death.said:
                 self.must_be_logged.append((process.name, death, supervisor))
+
+
+class _EndObserver(NullObserver):
+    """Notes how requests end."""
+
+    def __init__(self, world: World) -> None:
+        self._ends = world.ends
+
+    def on_end(self, record: RequestRecord, reason: str = "") -> None:
+        self._ends[record.id] = (record.http_status, record.error_code, reason)
 
 
 class _LogHandler(logging.Handler):

@@ -35,8 +35,8 @@ def start_of(namespace: str, *, is_long: bool = False) -> int:
 
 def prefixes(namespace: str, token_ids: Sequence[int], *, is_long: bool = False) -> list[int]:
     values, value = [], start_of(namespace, is_long=is_long)
-    for token_id in token_ids:
-        value = mix(value, token_id)
+    for token_id in token_ids:  # `mix`, written out: this is called for every row of every step
+        value = (value * 6364136223846793005 + token_id * 1442695040888963407 + 1) & _MASK
         values.append(value)
     return values
 
@@ -52,12 +52,16 @@ def expected_output(
     namespace: str, prompt_ids: Sequence[int], params: SamplingParams, short_context: int = 0
 ) -> list[int]:
     """What the request gives when served alone, without any engine."""
-    output, last = [], prompt_ids[-1]
+    output, last = list[int](), prompt_ids[-1]
+    ids, was_long = list(prompt_ids), False
+    prefix = prefixes(namespace, ids)[-1]
     while len(output) < params.max_tokens:
-        ids = [*prompt_ids, *output]
-        is_long = 0 < short_context < len(ids)
-        last = next_token(prefixes(namespace, ids, is_long=is_long)[-1], last, params)
+        if (is_long := 0 < short_context < len(ids)) != was_long:
+            prefix, was_long = prefixes(namespace, ids, is_long=is_long)[-1], is_long
+        last = next_token(prefix, last, params)
         output.append(last)
+        ids.append(last)
+        prefix = mix(prefix, last)
         if len(output) > params.min_tokens and output[-1] in params.stop_token_ids:
             break
     return output

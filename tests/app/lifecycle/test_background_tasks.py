@@ -71,3 +71,23 @@ async def test_a_drain_with_nothing_to_wait_for_ends_at_once():
     drain = Drain()
     drain.begin()
     await asyncio.wait_for(BackgroundTasks().finish(drain, 10 * PATIENCE), PATIENCE)
+
+
+async def test_one_that_is_cancelled_before_its_first_step_runs_up_to_its_own_end():
+    background, work = BackgroundTasks(), Work()
+    background.start(PLACE, work.run(), lambda: "so far")
+    await background.cancel(PLACE)
+    assert (work.end, background.look(PLACE)) == ("cancelled", None)
+
+
+async def test_the_end_of_one_forgets_no_other_of_its_name():
+    background, first, second = BackgroundTasks(), Work(), Work()
+    background.start(PLACE, first.run(), lambda: "first")
+    first.go.set()
+    await asyncio.sleep(0)  # its own step; its call-back comes next
+    assert first.end == "done"
+    background.start(PLACE, second.run(), lambda: "second")
+    await asyncio.sleep(0)
+    assert background.look(PLACE) == "second"
+    await background.close()
+    assert (second.end, background.look(PLACE)) == ("cancelled", None)
