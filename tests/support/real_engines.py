@@ -96,11 +96,13 @@ def hf_tokens_without_cache(model: Any, prompt: Sequence[int], max_tokens: int) 
 class LogitsKeeper:
     """Stands in for the sampler: keeps every row's logits."""
 
+    finds_best = False
+
     def __init__(self) -> None:
         self.rows: list[Tensor] = []
 
     def sample(self, logits_RV: Tensor, requests: list[Request]) -> list[SampledToken]:
-        self.rows += list(logits_RV)
+        self.rows += list(logits_RV.clone())
         return [SampledToken(0) for _ in requests]
 
 

@@ -75,4 +75,5 @@ def test_processes_give_the_tokens_of_one(tmp_path: Path, cut: dict[str, int]) -
     assert tokens(ranks, asked(tmp_path)) == tokens(one, asked(tmp_path))
     assert ranks.info.vision_bytes == one.info.vision_bytes
     # The first rank has the tower; the plan divides it among the ranks, which share the memory.
-    assert 0 <= ranks.info.measured_weights_bytes - one.info.measured_weights_bytes < 4 << 20
+    # Weights of all models of a process share huge pages; a new process begins some of its own.
+    assert 0 <= ranks.info.measured_weights_bytes - one.info.measured_weights_bytes < 5 * (2 << 20)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llmbox.engine.errors import ModelError
-from llmbox.engine.executor import build as loader
+from llmbox.engine.executor import rank_engine as loader
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.partition import ShardSlice
 from llmbox.engine.weights.checkpoint import Checkpoint

@@ -19,7 +19,7 @@ from llmbox.app.models.catalog import directory
 from llmbox.engine.checkpoint.formats.registry import read_weight_format
 from llmbox.engine.checkpoint.formats.weight_format import form_of
 from llmbox.engine.errors import ParallelError
-from llmbox.engine.executor import build as loader
+from llmbox.engine.executor import rank_engine as loader
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.weights.decoders import decode
 from llmbox.kernels.dispatch import native_ready

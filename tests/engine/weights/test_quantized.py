@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmbox.engine.checkpoint.quantized_layout import format_of
 from llmbox.engine.errors import DeviceError, ModelError, ParallelError
-from llmbox.engine.executor import build as loader
+from llmbox.engine.executor import rank_engine as loader
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.partition import ShardSlice
 from llmbox.engine.quantize.quantize import quantize

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmbox.engine.errors import ModelError
-from llmbox.engine.executor import build as loader
+from llmbox.engine.executor import rank_engine as loader
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.memory_model import weights_bytes
 from llmbox.engine.planning.performance_model import decode_tokens_per_second, rank_shape

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmbox.engine.executor import build as loader
+from llmbox.engine.executor import rank_engine as loader
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.cpu.isa import usable_levels
 from llmbox.kernels.dispatch import QuantUnavailable, UnknownBackend, select_ops
