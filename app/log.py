@@ -20,7 +20,18 @@ from msgspec import Struct
 from .config.settings import LogSettings
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-QUIET = ("uvicorn", "uvicorn.access", "litestar", "httpcore", "httpx", "alembic", "sqlalchemy", "asyncio")
+QUIET = (
+    "uvicorn",
+    "uvicorn.access",
+    "litestar",
+    "httpcore",
+    "httpcore2",
+    "httpx",
+    "httpx2",
+    "alembic",
+    "sqlalchemy",
+    "asyncio",
+)
 
 
 class JsonFormatter(logging.Formatter):

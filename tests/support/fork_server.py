@@ -6,6 +6,7 @@ an interpreter reads as it starts (`needs_interpreter`): such calls are started 
 
 import atexit
 import contextlib
+import fcntl
 import json
 import os
 import selectors
@@ -33,6 +34,10 @@ def needs_interpreter(environ: Mapping[str, str]) -> bool:
     return {name: value for name, value in environ.items() if name.startswith(_AT_START)} != _ENVIRON
 
 
+PIPE_BYTES = 1 << 20
+"""Room for what a long-lived daemon logs: a full pipe would stop its event loop."""
+
+
 class ForkedProcess:
     """A process of the server's, with the methods of `subprocess.Popen` that tests use. Text, in pipes."""
 
@@ -41,6 +46,8 @@ class ForkedProcess:
         self.args = arguments
         self.returncode: int | None = None
         out, err, status = os.pipe(), os.pipe(), os.pipe()
+        for written, _ in (out, err):  # a daemon's log is read when it has ended
+            fcntl.fcntl(written, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         try:
             given = [stdin, out[1], err[1], status[1]]
             call = {"arguments": list(arguments), "environ": dict(environ), "folder": str(Path.cwd())}
