@@ -35,8 +35,7 @@ from .draft_choice import (
 )
 from .model_drafting import ModelDrafting, ModelWaits, choose_model
 from .proposer import DraftMethod, DraftStatistics, DraftStats, Proposer
-from .suffix_proposer import SuffixProposer
-from .text_proposers import LONGER, GrammarProposer, NgramProposer
+from .text_drafting import LONGER, GrammarProposer, NgramProposer, SuffixProposer
 
 FIRST_CHARGE: Final = 0.03
 """Tokens that a wrong draft is expected to cost before there was one."""

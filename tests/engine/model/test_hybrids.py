@@ -14,7 +14,7 @@ from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.request import Request
 from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.core.speculation.proposer import Proposals
-from llmbox.engine.core.speculation.text_proposers import NgramProposer
+from llmbox.engine.core.speculation.text_drafting import NgramProposer
 from llmbox.engine.errors import ModelError, ParallelError
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.model_config.config import parse_config

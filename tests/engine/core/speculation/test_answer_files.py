@@ -8,7 +8,7 @@ import pytest
 
 from llmbox.engine.core.speculation import answer_files
 from llmbox.engine.core.speculation.answer_files import HEADER_BYTES, SUFFIX, AnswerFiles
-from llmbox.engine.core.speculation.suffix_proposer import RING, SuffixStores
+from llmbox.engine.core.speculation.text_drafting import RING, SuffixStores
 from llmbox.engine.kv_store.folder import KVFolder
 from support.lanes import examples
 from support.real_engines import ask, draft_at_no_price, load, run

@@ -2,8 +2,14 @@
 
 import random
 
-from llmbox.engine.core.speculation import suffix_proposer
-from llmbox.engine.core.speculation.suffix_proposer import LONGEST, RING, STORES, SuffixStore, SuffixStores
+from llmbox.engine.core.speculation.text_drafting import (
+    LONGEST,
+    RING,
+    SLOTS,
+    STORES,
+    SuffixStore,
+    SuffixStores,
+)
 from llmbox.engine.core.step import SampledToken, StepResult
 from support.scheduling import make_request, make_scheduler, step
 
@@ -108,5 +114,5 @@ def test_without_rows_for_drafts_nothing_is_kept():
 
 
 def test_all_stores_together_take_16_megabytes():
-    each = 4 * (suffix_proposer.RING + suffix_proposer.SLOTS)
+    each = 4 * (RING + SLOTS)
     assert STORES * each <= 16 << 20

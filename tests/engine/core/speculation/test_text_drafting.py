@@ -6,12 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine.core.speculation import text_proposers as drafts
-from llmbox.engine.core.speculation.text_proposers import (
-    SIZES,
-    NgramProposer,
-    SuffixIndex,
-)
+from llmbox.engine.core.speculation import text_drafting as drafts
+from llmbox.engine.core.speculation.text_drafting import SIZES, NgramProposer, SuffixIndex
 from support.lanes import examples
 from support.scheduling import make_request
 
