@@ -1,14 +1,27 @@
-"""Select the kernel backend of a model, once, when the model is loaded."""
+"""Select the kernel backend of a model, once, when the model is loaded. The library of the C++ kernels is a
+prebuilt one, or one compiled on this machine.
+"""
 
+import ctypes
 import logging
 import os
+from functools import cache
+from itertools import pairwise
 
 import torch
 
 from .cpu.backend import CPUBackend
-from .cpu.build import NativeUnavailable, is_built
-from .cpu.isa import cache_folder, pick_cores, usable_levels
-from .cpu.library import OTHER_BITS, PORTABLE_CPU, backend_name, load_backend
+from .cpu.build import (
+    NativeUnavailable,
+    find_compiler,
+    find_prebuilt,
+    is_built,
+    layout,
+    library_path,
+    native_obtainable,
+)
+from .cpu.ffi import DeniedInstructions, open_library
+from .cpu.isa import Level, cache_folder, pick_cores, usable_levels
 from .onednn import ONEDNN, supports
 from .ops import Ops
 from .quant_formats import Quant
@@ -18,6 +31,11 @@ from .support import why_no_triton as why_triton_is_missing
 
 log = logging.getLogger(__name__)
 
+PREBUILT, COMPILED = "prebuilt", "compiled here"
+PORTABLE_CPU = "cpu exact"
+"""Name for the best level whose bits are those of all others, over int8 keys and values."""
+OTHER_BITS = frozenset({"cpu amx"})
+"""Attention over int8 walks chunks of another length there (kernels/cpu/native/attention/attention_dot.h)."""
 TORCH_BACKENDS = {ops.name: ops for ops in (ONEDNN, REFERENCE)}
 
 
@@ -187,3 +205,55 @@ def start(backend: CPUBackend, threads: int, quant: Quant | None) -> Ops:
     backend.use_threads(pick_cores(threads))
     torch.set_num_threads(1)  # torch's workers spin and would take the cores from our thread pool
     return backend.ops(quant)
+
+
+# ---------------------------------------------------------------------------- libraries of the C++ kernels
+
+
+def backend_name(level: Level) -> str:
+    return f"cpu {level.name}"
+
+
+@cache
+def load_backend(name: str) -> CPUBackend:
+    """Load a backend. `name` is "cpu" for the best level of this machine, PORTABLE_CPU, or a level's. Raises
+    NativeUnavailable.
+    """
+    levels = {backend_name(level): level for level in usable_levels()}
+    if name == "cpu":
+        return best_backend(list(levels))
+    if name == PORTABLE_CPU:
+        return best_backend([level for level in levels if level not in OTHER_BITS])
+    if name not in levels:
+        raise NativeUnavailable(f"this machine cannot run {name!r}, only {', '.join(levels)}")
+    level = levels[name]
+    library, origin = open_level(level)
+    log.info("CPU kernels: %s, %s", level.name, origin)
+    return CPUBackend(library, name, layout(level), origin)
+
+
+def best_backend(names: list[str]) -> CPUBackend:
+    """Load the first level that exists and that the system allows: AMX has to be requested."""
+    if not native_obtainable():
+        find_compiler()  # raises
+    for name, next_best in pairwise(names):
+        try:
+            return load_backend(name)
+        except NativeUnavailable as error:
+            log.warning("no kernels for %s, %s instead: %s", name, next_best, error)
+    return load_backend(names[-1])
+
+
+def open_level(level: Level) -> tuple[ctypes.CDLL, str]:
+    """Open the library for `level` and say where it is from. Raises NativeUnavailable."""
+    path, problem = find_prebuilt(level)
+    if path:
+        try:
+            return open_library(path), PREBUILT
+        except DeniedInstructions:
+            raise  # a compiled library would be denied too
+        except NativeUnavailable as error:
+            problem = str(error)
+    if problem:
+        log.warning("%s: one is compiled here; install llmbox again", problem)
+    return open_library(library_path(level)), COMPILED

@@ -14,7 +14,7 @@ import torch
 from kernel_speed import best
 from torch import Tensor
 
-from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.dispatch import load_backend
 from llmbox.kernels.op_types import Mixture
 from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.quant_formats import QUANTS

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from llmbox.kernels.cpu.backend import CPUBackend
-from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.dispatch import load_backend
 from llmbox.kernels.op_types import BatchLayout, KVShape
 from llmbox.kernels.quant_formats import GGUF_QUANTS, QUANTS
 from llmbox.kernels.weight_packing import BlockWeight

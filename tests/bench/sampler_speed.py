@@ -15,7 +15,7 @@ import torch
 from llmbox.engine.core.request import Request
 from llmbox.engine.sampling import Sampler
 from llmbox.engine.sampling_params import SamplingParams
-from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.dispatch import load_backend
 
 CPU = torch.device("cpu")
 KINDS = {

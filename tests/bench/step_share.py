@@ -23,7 +23,7 @@ from llmbox.engine.executor.build import load_engine
 from llmbox.engine.ipc.channel import encode
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.sampling_params import SamplingParams
-from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.dispatch import load_backend
 
 PROMPT = 64
 

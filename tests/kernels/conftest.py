@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from llmbox.kernels.cpu.library import load_backend
-from llmbox.kernels.dispatch import TORCH_BACKENDS, backends
+from llmbox.kernels.dispatch import TORCH_BACKENDS, backends, load_backend
 from llmbox.kernels.ops import Ops
 
 

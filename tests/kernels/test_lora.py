@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.cpu import lora
-from llmbox.kernels.cpu.library import load_backend
 from llmbox.kernels.cpu.lora import LoraMemory
-from llmbox.kernels.dispatch import backends
+from llmbox.kernels.dispatch import backends, load_backend
 from llmbox.kernels.lora import LoraPiece, LoraRows, LoraSite, LoraWeights
 from llmbox.kernels.op_types import Routing
 from llmbox.kernels.ops import Ops

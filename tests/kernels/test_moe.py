@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.activation import Activation
-from llmbox.kernels.cpu.library import load_backend
-from llmbox.kernels.dispatch import native_ready
+from llmbox.kernels.dispatch import load_backend, native_ready
 from llmbox.kernels.op_types import ExpertOwners, ExpertResults, Mixture, Routing
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.reference import REFERENCE

@@ -102,7 +102,7 @@ def test_installed_command_works_in_a_clean_environment(wheel, tmp_path):
     assert str(home) in where
     assert "llmbox" in run(home / "bin/llmbox", "version", cwd=tmp_path)
     assert "builtin" in run(home / "bin/llmbox", "ls", "--data-dir", tmp_path / "data", cwd=tmp_path)
-    which = "from llmbox.kernels.cpu import library; print(library.load_backend('cpu portable').origin)"
+    which = "from llmbox.kernels import dispatch; print(dispatch.load_backend('cpu portable').origin)"
     assert run(home / "bin/python", "-c", which, cwd=tmp_path, CXX="no-such-compiler") == "prebuilt\n"
 
 

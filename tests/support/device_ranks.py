@@ -30,7 +30,7 @@ from llmbox.engine.planning.estimator import MemoryPlan, estimate
 from llmbox.engine.process.worker_main import serve_launches
 from llmbox.engine.runner.gpu_runner import GPUModelRunner
 from llmbox.engine.runner.prompt_results import LaunchedStep
-from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.dispatch import load_backend
 from support.late_device import FakeCapture, LateDevice
 from support.no_questions import NoQuestions
 from support.rank_threads import Stage, ThreadCollective

@@ -8,7 +8,7 @@ import torch
 from llmbox.engine.model import rotary
 from llmbox.engine.model.rotary import attention_scale, inverse_frequencies
 from llmbox.engine.model_config.config import parse_config
-from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.dispatch import load_backend
 from support.tiny_models import ORIGINAL_CONTEXT, ROPE_VARIANTS, tiny_config, write_json
 
 SCALED = [name for name in ROPE_VARIANTS if name != "default"]

@@ -17,7 +17,7 @@ from llmbox.engine.runner import cpu_runner
 from llmbox.engine.runner.cpu_runner import SCORED_AT_ONCE, CPUModelRunner
 from llmbox.engine.runner.input_batch import DecodingInputs, build_batch, decodes
 from llmbox.engine.sampling_params import SamplingParams
-from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.dispatch import load_backend
 from llmbox.kernels.op_types import KVShape
 from support.real_engines import ask, hf_model, load, planned, run, runner_of, tokens
 from support.tiny_models import make_tiny_model

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from llmbox.kernels.cpu.library import load_backend
-from llmbox.kernels.dispatch import backends
+from llmbox.kernels.dispatch import backends, load_backend
 from llmbox.kernels.ops import Ops
 
 

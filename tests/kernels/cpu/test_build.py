@@ -17,8 +17,7 @@ from llmbox.kernels import dispatch
 from llmbox.kernels.cpu import build
 from llmbox.kernels.cpu.ffi import open_library
 from llmbox.kernels.cpu.isa import LEVELS, core_flops, cpu_flags, usable_levels
-from llmbox.kernels.cpu.library import load_backend
-from llmbox.kernels.dispatch import UnknownBackend, native_built, native_ready, select_ops
+from llmbox.kernels.dispatch import UnknownBackend, load_backend, native_built, native_ready, select_ops
 from support.cli_box import until
 
 CPU = torch.device("cpu")
@@ -297,8 +296,8 @@ def test_a_level_that_the_system_denies_gives_way_to_the_next(
     if len(usable_levels()) < 2:
         pytest.skip("this machine runs the portable kernels alone")
     levels = usable_levels()[0], usable_levels()[-1]  # those between need not be compiled for this
-    monkeypatch.setattr("llmbox.kernels.cpu.library.usable_levels", lambda: levels)
-    monkeypatch.setattr("llmbox.kernels.cpu.library.open_library", open_first_never)
+    monkeypatch.setattr("llmbox.kernels.dispatch.usable_levels", lambda: levels)
+    monkeypatch.setattr("llmbox.kernels.dispatch.open_library", open_first_never)
     load_backend.cache_clear()
     try:
         assert load_backend("cpu").name == f"cpu {levels[1].name}"

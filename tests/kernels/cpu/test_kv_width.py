@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from llmbox.kernels.cpu.isa import kv_width
-from llmbox.kernels.cpu.library import load_backend
-from llmbox.kernels.dispatch import backends
+from llmbox.kernels.dispatch import backends, load_backend
 from llmbox.kernels.op_types import KVShape
 
 BLOCKS, HEADS = 8000, 2

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.cpu.library import load_backend
-from llmbox.kernels.dispatch import backends
+from llmbox.kernels.dispatch import backends, load_backend
 from llmbox.kernels.op_types import BatchLayout, KVShape
 from llmbox.kernels.ops import Ops
 

@@ -18,8 +18,7 @@ from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.planning.runnable import RunnablePlan, require_runnable
 from llmbox.engine.weights.adapters import AdapterLayers
 from llmbox.kernels.cpu import build
-from llmbox.kernels.cpu.library import load_backend
-from llmbox.kernels.dispatch import backends
+from llmbox.kernels.dispatch import backends, load_backend
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.support import KernelSite
 from support.compiled_programs import compile_program

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmbox.kernels import dispatch as load
 from llmbox.kernels.cpu import build
 from llmbox.kernels.cpu import ffi as native
-from llmbox.kernels.cpu import library as load
 from llmbox.kernels.cpu.build import seal
 from llmbox.kernels.cpu.ffi import DeniedInstructions
 from llmbox.kernels.cpu.isa import LEVELS, Level, usable_levels

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.dispatch import load_backend
 
 
 def test_operations_are_counted_by_kind_while_profiling_is_on_and_give_the_same_bits() -> None:

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.cpu.library import load_backend
-from llmbox.kernels.dispatch import QuantUnavailable, backends, select_ops
+from llmbox.kernels.dispatch import QuantUnavailable, backends, load_backend, select_ops
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.weight_packing import QuantizedWeight, round_with_steps, to_nibbles, to_numbers

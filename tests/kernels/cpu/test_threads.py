@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmbox.kernels.cpu.library import load_backend
+from llmbox.kernels.dispatch import load_backend
 from llmbox.kernels.quant_formats import QUANTS
 from support.cli_box import until
 from support.compiled_programs import compile_program

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmbox.kernels.cpu.library import load_backend
-from llmbox.kernels.dispatch import backends
+from llmbox.kernels.dispatch import backends, load_backend
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.weight_packing import Kind, Packing

@@ -17,7 +17,7 @@ from llmbox.engine.planning.runnable import RunnablePlan, require_runnable
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.activation import Activation
 from llmbox.kernels.cpu.isa import usable_levels
-from llmbox.kernels.cpu.library import PORTABLE_CPU, load_backend
+from llmbox.kernels.dispatch import PORTABLE_CPU, load_backend
 from llmbox.kernels.op_types import KVShape
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS
