@@ -13,7 +13,7 @@ from llmbox.engine.errors import DoesNotFit, EngineError
 from llmbox.engine.hardware.machine import Machine
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.estimator import MemoryBudget, MemoryPlan, plans
-from llmbox.engine.planning.host_experts import HOST_MOST
+from llmbox.engine.planning.placement import HOST_MOST
 
 from ..engines.eviction import HOST, MemoryRequest, Place, device_of, total_budget
 from ..engines.loaded_model import LoadedModel

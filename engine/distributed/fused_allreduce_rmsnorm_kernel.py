@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmbox.kernels.triton.elementwise import store_norm
 from llmbox.kernels.triton.linear.quantize_activations import RowFormat, Rows8, left_arguments, left_constants
 from llmbox.kernels.triton.linear.tile_config import power_of_two, warps_for
-from llmbox.kernels.triton.rms_norm import store_norm
 
 
 @dataclass(frozen=True, slots=True)

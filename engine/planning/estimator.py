@@ -28,11 +28,17 @@ from ..model_config.draft_heads import Eagle3Config, read_draft_head
 from ..model_config.shape import DTYPE_BYTES, ModelShape
 from ..model_config.vision.shape import NO_TOWER, USUAL_SIDE
 from .disaggregation import check_disaggregation, decode_config, describe_pair
-from .host_experts import HOST_MOST, add_host_experts, device_options, why_no_host_experts
 from .memory_model import image_cache_bytes
 from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan, resolve_dtypes
 from .performance_model import rank_shape
-from .placement import Placement, candidate_placements
+from .placement import (
+    HOST_MOST,
+    Placement,
+    add_host_experts,
+    candidate_placements,
+    device_options,
+    why_no_host_experts,
+)
 from .planner import Planner
 from .runnable import why_no_draft_model, why_no_drafts
 

@@ -13,7 +13,7 @@ from ..ops import Ops, StepInputs
 from ..quant_formats import OF_LAYERS, UNQUANTIZED_KINDS, Kind, Quant
 from ..reference.elementwise import concat, layer_norm
 from ..weight_packing import QuantizedWeight
-from . import elementwise, rms_norm
+from . import elementwise
 from .attention import attention, kv_cache
 from .attention import qk_norm_rope_kv_write as heads
 from .attention.attention_metadata import TritonAttentionMetadata, plan_attention
@@ -185,8 +185,8 @@ class TritonBackend:
         self, x: Tensor, weight: Tensor, eps: float, *, row_format: RowFormat | None = None
     ) -> Tensor:
         if weight.dim() == 2:
-            return rms_norm.norm_heads(x, weight, eps)
-        return self._left.keep(*rms_norm.norm_rows(x, None, weight, eps, row_format), row_format)
+            return elementwise.norm_heads(x, weight, eps)
+        return self._left.keep(*elementwise.norm_rows(x, None, weight, eps, row_format), row_format)
 
     def add_rms_norm(
         self,
@@ -197,7 +197,7 @@ class TritonBackend:
         *,
         row_format: RowFormat | None = None,
     ) -> Tensor:
-        rows = rms_norm.norm_rows(x_TE, residual_TE, weight_E, eps, row_format)
+        rows = elementwise.norm_rows(x_TE, residual_TE, weight_E, eps, row_format)
         return self._left.keep(*rows, row_format)
 
     def fused_norm(

@@ -17,7 +17,7 @@ from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.elementwise import gate_rows
+from llmbox.kernels.triton.elementwise import gate_rows, norm_rows
 from llmbox.kernels.triton.linear.fused_moe import experts_product
 from llmbox.kernels.triton.linear.linear import (
     DenseLinear,
@@ -30,7 +30,6 @@ from llmbox.kernels.triton.linear.linear import (
 from llmbox.kernels.triton.linear.quantize_activations import quantize_rows
 from llmbox.kernels.triton.linear.tile_config import has_fp8
 from llmbox.kernels.triton.linear.weight_packing import pack_grouped
-from llmbox.kernels.triton.rms_norm import norm_rows
 from llmbox.kernels.weight_packing import to_numbers
 from support.paged import PagedStep
 from support.poison import poisoned_memory

@@ -21,12 +21,11 @@ from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.triton.attention import attention_metadata as attention_plan
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.elementwise import gate_rows
+from llmbox.kernels.triton.elementwise import gate_rows, norm_rows
 from llmbox.kernels.triton.linear import fused_moe as gemm_experts
 from llmbox.kernels.triton.linear.linear import Fp8BlockLinear, Fp8Linear, WeightOnlyIntLinear, dequantize
 from llmbox.kernels.triton.linear.quantize_activations import quantize_rows
 from llmbox.kernels.triton.linear.tile_config import has_fp8
-from llmbox.kernels.triton.rms_norm import norm_rows
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 12288, 32, 8, 128, 151936

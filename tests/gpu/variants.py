@@ -13,14 +13,13 @@ from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows, PenaltyState, SampleRows
 from llmbox.kernels.triton.attention.attention import attend_rows
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.elementwise import gate_rows
+from llmbox.kernels.triton.elementwise import gate_rows, norm_rows
 from llmbox.kernels.triton.linear import gemm
 from llmbox.kernels.triton.linear import gemm_w8a8 as gemm_8_bits
 from llmbox.kernels.triton.linear.fused_moe import experts_product
 from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS, dequantize
 from llmbox.kernels.triton.linear.quantize_activations import RowFormat, quantize_rows
 from llmbox.kernels.triton.linear.weight_packing import pack_grouped
-from llmbox.kernels.triton.rms_norm import norm_rows
 from support.paged import ragged_rows
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from support.lanes import (
         ("from support.cli_box import box", "starts processes"),
         ("from support import openai_server", "starts processes"),
         ("from support.real_engines import load", "runs whole engines"),
-        ("from llmbox.kernels.triton.rms_norm import norm_rows", "runs Triton's interpreter"),
+        ("from llmbox.kernels.triton.elementwise import norm_rows", "runs Triton's interpreter"),
         ("import json\nfrom support.clock import Clock", ""),
     ],
 )

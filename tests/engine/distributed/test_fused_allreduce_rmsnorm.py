@@ -19,9 +19,9 @@ from llmbox.engine.distributed.fused_allreduce_rmsnorm_kernel import (
 )
 from llmbox.engine.distributed.torch_communicator import sum_in_order
 from llmbox.kernels.reference import REFERENCE
+from llmbox.kernels.triton.elementwise import norm_rows
 from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS
 from llmbox.kernels.triton.linear.quantize_activations import RowFormat, quantize_rows
-from llmbox.kernels.triton.rms_norm import norm_rows
 
 ROWS, ROOM = 5, 1024
 GIVEN = FP8_ROWS._replace(given=torch.tensor([0.02]))

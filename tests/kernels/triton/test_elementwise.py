@@ -12,10 +12,9 @@ from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.reference.kv_cache import quantize_dynamic
 from llmbox.kernels.triton.attention.kv_cache import LARGEST
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.elementwise import gate_rows
+from llmbox.kernels.triton.elementwise import gate_rows, norm_rows
 from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS
 from llmbox.kernels.triton.linear.quantize_activations import RowFormat, Rows8, quantize_rows
-from llmbox.kernels.triton.rms_norm import norm_rows
 from support.lanes import nightly
 from support.numbers import TOLERANCE
 from support.paged import CPU, PagedStep

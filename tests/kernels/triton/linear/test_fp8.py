@@ -10,9 +10,9 @@ from torch import Tensor
 
 from llmbox.kernels.dispatch import UnknownBackend, select_ops
 from llmbox.kernels.quant_formats import QUANTS
-from llmbox.kernels.triton import elementwise, rms_norm
+from llmbox.kernels.triton import elementwise
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.elementwise import gate_rows
+from llmbox.kernels.triton.elementwise import gate_rows, norm_rows
 from llmbox.kernels.triton.linear import linear
 from llmbox.kernels.triton.linear import scaled_mm_choice as choice
 from llmbox.kernels.triton.linear.gemm_w8a8 import fits_scaled_mm
@@ -26,7 +26,6 @@ from llmbox.kernels.triton.linear.linear import (
 )
 from llmbox.kernels.triton.linear.quantize_activations import RowFormat, Rows8, quantize_rows
 from llmbox.kernels.triton.linear.scaled_mm_choice import ScaledMMSelector, sharing_of, why_not
-from llmbox.kernels.triton.rms_norm import norm_rows
 from llmbox.kernels.weight_packing import QuantizedWeight
 from support.fake_quantized import fake_quantize_static, fake_quantized_ops
 from support.numbers import assert_near
@@ -177,7 +176,7 @@ def test_nothing_is_left_for_unquantized_linears(monkeypatch: pytest.MonkeyPatch
     assert ops.before(DenseLinear(torch.randn(256, 128), None)) is ops
     assert ops.before(None) is ops
     written = []
-    monkeypatch.setattr(rms_norm, "norm_rows", lambda *args: written.append(args[-1]) or norm_rows(*args))
+    monkeypatch.setattr(elementwise, "norm_rows", lambda *args: written.append(args[-1]) or norm_rows(*args))
     monkeypatch.setattr(elementwise, "gate_rows", lambda *args: written.append(args[-1]) or gate_rows(*args))
     packed = blocks8(256, 128)
     for each in (ops, ops.before(packed)):
