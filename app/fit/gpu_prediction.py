@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.hardware.gpu_catalog import GpuModel
+from llmbox.engine.hardware.gpus import GpuModel
+from llmbox.engine.hardware.machine import make_gpu_machine
 from llmbox.engine.model_config.config import ModelConfig
 from llmbox.engine.model_config.shape import ModelShape
 from llmbox.engine.planning.estimator import MemoryPlan, show_bytes
@@ -208,7 +209,7 @@ def predict(
     `price`: of one card an hour. Experts are on the cards: of the box's main memory nothing is known.
     """
     engine = replace(engine, device="cuda", cpu_experts="off")
-    machine = gpu.machine((engine.tp or 1) * (engine.pp or 1))
+    machine = make_gpu_machine(gpu, (engine.tp or 1) * (engine.pp or 1))
     budget = total_budget(machine, "cuda", None)
     plan, reason = plan_within_budget(config, machine, "cuda", budget, engine)
     remedies: tuple[str, ...] = ()
@@ -244,7 +245,7 @@ def _more_cards(config: ModelConfig, gpu: GpuModel, engine: EngineConfig) -> tup
     if engine.tp is not None or engine.pp is not None:
         return ()
     for count in _MOST_CARDS:
-        machine = gpu.machine(count)
+        machine = make_gpu_machine(gpu, count)
         more = replace(engine, tp=count)
         plan, _ = plan_within_budget(config, machine, "cuda", total_budget(machine, "cuda", None), more)
         if plan is not None:

@@ -9,13 +9,13 @@ import os
 import platform
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from .nvml import read_nvlink, slices
+from .gpus import Gpu, GpuModel, read_gpus, read_nvlink
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve")
 _SYS_CPU = Path("/sys/devices/system/cpu")
@@ -55,24 +55,6 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
-    """NVIDIA GPU or MIG slice; memory in bytes."""
-
-    index: int
-    """Number here and in CUDA; see `name_gpus`."""
-    name: str
-    uuid: str
-    total: int
-    free: int
-    bandwidth: float | None
-    """Peak memory bytes per second, from bus width and clock."""
-    is_slice: bool = False
-    """True for a slice of a GPU in multi-instance mode (MIG)."""
-    capability: tuple[int, int] | None = None
-    """Compute capability."""
-
-
-@dataclass(frozen=True, slots=True)
 class Machine:
     """Hardware that engines can use."""
 
@@ -95,6 +77,25 @@ def read_machine() -> Machine:
         gpus, reason = (), NO_CUDA
     nvlink = read_nvlink([gpu.uuid for gpu in gpus]) if len(gpus) > 1 else ()
     return Machine(read_cpu(), read_memory(), gpus, reason, nvlink)
+
+
+def make_gpu_machine(model: GpuModel, count: int = 1) -> Machine:
+    """Return a machine with `count` GPUs of a model and nothing else on them."""
+    gpus = tuple(
+        Gpu(
+            number,
+            model.title,
+            f"GPU-{number}",
+            model.memory,
+            model.memory,
+            model.bandwidth,
+            capability=model.capability,
+        )
+        for number in range(count)
+    )
+    peers = (frozenset(range(count)),) if model.has_nvlink and count > 1 else ()
+    memory = Memory(model.memory, model.memory, limited_by_cgroup=False)
+    return Machine(Cpu("", 1, 1, ()), memory, gpus, None, peers)
 
 
 # ---------------------------------------------------------------------------- cpu and memory
@@ -166,125 +167,7 @@ def _cpuinfo() -> tuple[str, tuple[str, ...]]:
     return model, tuple(feature for feature in _FEATURES if feature in flags)
 
 
-# ---------------------------------------------------------------------------- gpus
-
-
-def read_gpus() -> tuple[tuple[Gpu, ...], str | None]:
-    """Return the NVIDIA devices visible to this process; or none, and the reason."""
-    try:
-        import pynvml  # noqa: PLC0415 - a machine without an NVIDIA driver never pays for it
-
-        pynvml.nvmlInit()
-    except Exception as error:  # noqa: BLE001 - NVML fails in many ways; all of them mean "no GPU"
-        return (), f"NVIDIA driver not usable: {error}"
-    try:
-        found = _all_gpus(pynvml)
-    except pynvml.NVMLError as error:
-        return (), f"NVIDIA driver does not answer: {error}"
-    finally:
-        pynvml.nvmlShutdown()
-    gpus = _visible(found)
-    return gpus, None if gpus else "no NVIDIA device is visible (see CUDA_VISIBLE_DEVICES)"
-
-
-def name_gpus() -> None:
-    """Set CUDA_VISIBLE_DEVICES so that CUDA numbers GPUs as `read_gpus` does, in this process and its
-    children.
-
-    Must be called before CUDA starts. By default CUDA orders GPUs by estimated speed and the driver by bus
-    address: a model would be loaded on another card than the one that it was planned for.
-    """
-    gpus, _ = read_gpus()
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in gpus)
-
-
-def _all_gpus(nvml: Any) -> list[Gpu]:
-    """Return the GPUs that answer; a lost one does not hide the others. Raises NVMLError if none answers."""
-    found: list[Gpu] = []
-    problem: Exception | None = None
-    for index in range(nvml.nvmlDeviceGetCount()):
-        try:
-            found += _read_gpus(nvml, index)
-        except nvml.NVMLError as error:
-            problem = error
-    if problem is not None and not found:
-        raise problem
-    return found
-
-
-def _read_gpus(nvml: Any, index: int) -> list[Gpu]:
-    """Return the GPU, or the MIG slices that it is divided into."""
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    parts = slices(nvml, handle)
-    if parts is None:
-        return [_read_gpu(nvml, index, handle, _bandwidth(nvml, handle))]
-    return [_read_gpu(nvml, index, part, None, is_slice=True) for part in parts]
-
-
-def _read_gpu(nvml: Any, index: int, handle: Any, bandwidth: float | None, *, is_slice: bool = False) -> Gpu:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return Gpu(
-        index=index,
-        name=_text(nvml.nvmlDeviceGetName(handle)),
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        total=int(memory.total),
-        free=int(memory.free),
-        bandwidth=bandwidth,
-        is_slice=is_slice,
-        capability=_capability(nvml, handle),
-    )
-
-
-def _capability(nvml: Any, handle: Any) -> tuple[int, int] | None:
-    try:
-        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-        return int(major), int(minor)
-    except (nvml.NVMLError, TypeError):
-        return None
-
-
-def _bandwidth(nvml: Any, handle: Any) -> float | None:
-    try:
-        bits = nvml.nvmlDeviceGetMemoryBusWidth(handle)
-        megahertz = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM)
-    except nvml.NVMLError:
-        return None
-    return 2.0 * float(megahertz) * 1e6 * float(bits) / 8  # two transfers a clock, as NVML counts clocks
-
-
-def _visible(gpus: list[Gpu]) -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, by nvidia-smi numbers or UUIDs, in its order; as
-    CUDA does, stop at the first invalid entry. If it is not set, return all, fastest memory first.
-
-    CUDA sees at most one slice of a divided GPU, and then no other GPU.
-    """
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    chosen = gpus if wanted is None else _named(wanted.split(","), gpus)
-    if part := next((gpu for gpu in chosen if gpu.is_slice), None):
-        chosen = [part]
-    elif wanted is None:
-        chosen = sorted(gpus, key=lambda gpu: -(gpu.bandwidth or 0.0))
-    return tuple(replace(gpu, index=place) for place, gpu in enumerate(chosen))
-
-
-def _named(entries: list[str], gpus: list[Gpu]) -> list[Gpu]:
-    chosen: list[Gpu] = []
-    for entry in entries:
-        match = next((gpu for gpu in gpus if _names(entry.strip(), gpu)), None)
-        if match is None:
-            break
-        chosen.append(match)
-    return chosen
-
-
-def _names(entry: str, gpu: Gpu) -> bool:
-    return entry == str(gpu.index) or (entry.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(entry))
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
+# ---------------------------------------------------------------------------- cgroups
 
 _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")

@@ -28,7 +28,8 @@ from setproctitle import setproctitle
 
 from ..config import EngineConfig
 from ..errors import EngineError
-from ..hardware.machine import name_gpus, read_machine
+from ..hardware.gpus import name_gpus
+from ..hardware.machine import read_machine
 from ..hardware.proc import bind_to_parent, exit_process, fork_sibling, log_to_stderr
 from ..ipc.channel import Channel, DaemonGone
 from ..ipc.handover_messages import Prefill, TakenSlots

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.hardware.gpu_catalog import GPU_MODELS, GpuModel, find_gpu_model
+from llmbox.engine.hardware.gpus import GPU_MODELS, GpuModel, find_gpu_model
 
 from ...errors import Exit
 from ...fit.capacity import CapacityPlan, UserLoad, capacity_rows, plan_capacity, wait_warning

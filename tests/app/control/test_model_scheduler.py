@@ -25,7 +25,8 @@ from llmbox.app.models.registry import Alias, Registry
 from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit
-from llmbox.engine.hardware.machine import Cpu, Gpu, Machine, Memory
+from llmbox.engine.hardware.gpus import Gpu
+from llmbox.engine.hardware.machine import Cpu, Machine, Memory
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
 from support.engines import read, request, until

@@ -8,7 +8,8 @@ from llmbox.app.diagnostics.checks import Finding
 from llmbox.app.errors import Exit
 from llmbox.app.lifecycle.program import Program
 from llmbox.app.util.formatting import runs_on
-from llmbox.engine.hardware.machine import Cpu, Gpu, Machine, Memory
+from llmbox.engine.hardware.gpus import Gpu
+from llmbox.engine.hardware.machine import Cpu, Machine, Memory
 from support.cli_call import Call, FakeClient, call, home
 
 __all__ = ["call", "home"]

@@ -8,7 +8,8 @@ import pytest
 
 from llmbox.app.fit import bandwidth
 from llmbox.app.fit.bandwidth import Bandwidth, device_bandwidth, probe
-from llmbox.engine.hardware.machine import Cpu, Gpu, Machine, Memory
+from llmbox.engine.hardware.gpus import Gpu
+from llmbox.engine.hardware.machine import Cpu, Machine, Memory
 
 MACHINE = Machine(
     Cpu("test", 4, 8, ()), Memory(16_000_000_000, 12_000_000_000, limited_by_cgroup=False), (), "none"

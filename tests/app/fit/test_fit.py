@@ -18,7 +18,8 @@ from llmbox.app.models.catalog import directory
 from llmbox.app.util.formatting import size
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import ModelError
-from llmbox.engine.hardware.machine import Cpu, Gpu, Machine, Memory, show_bytes
+from llmbox.engine.hardware.gpus import Gpu
+from llmbox.engine.hardware.machine import Cpu, Machine, Memory, show_bytes
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
 from support.hub_models import CONFIG, model_files, safetensors_header, tensors_of

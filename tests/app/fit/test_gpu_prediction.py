@@ -12,7 +12,7 @@ from llmbox.app.fit.report import prediction_rows
 from llmbox.app.hub.model_info import parse_config_files
 from llmbox.app.models.registry import recommended
 from llmbox.engine.config import EngineConfig
-from llmbox.engine.hardware.gpu_catalog import GPU_MODELS
+from llmbox.engine.hardware.gpus import GPU_MODELS
 
 CONFIGS = {model.repo: parse_config_files({"config.json": model.config}) for model in recommended()}
 QWEN = CONFIGS["Qwen/Qwen3-8B"]

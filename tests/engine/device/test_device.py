@@ -10,7 +10,8 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.device import device as devices
 from llmbox.engine.device.device import cuda_machine, in_order
 from llmbox.engine.executor import build as loader
-from llmbox.engine.hardware.machine import Gpu, Machine, read_machine
+from llmbox.engine.hardware.gpus import Gpu
+from llmbox.engine.hardware.machine import Machine, read_machine
 from llmbox.engine.planning.estimator import estimate
 from llmbox.engine.planning.memory_model import CUDA_CONTEXT
 from support.shapes import LLAMA_3_8B

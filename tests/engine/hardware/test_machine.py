@@ -5,13 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from llmbox.engine.hardware import machine
+from llmbox.engine.hardware.gpus import name_gpus, read_gpus
 from llmbox.engine.hardware.machine import (
     cpu_quota,
     memory_left,
     memory_limit,
-    name_gpus,
     read_cpu,
-    read_gpus,
     read_machine,
     read_memory,
 )

@@ -7,10 +7,10 @@ import pytest
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit, ParallelError
+from llmbox.engine.hardware import gpus as nvlink_module
 from llmbox.engine.hardware import machine as machine_module
-from llmbox.engine.hardware import nvml as nvlink_module
+from llmbox.engine.hardware.gpus import islands, peers
 from llmbox.engine.hardware.machine import read_machine
-from llmbox.engine.hardware.nvml import islands, peers
 from llmbox.engine.model_config.shape import ModelShape
 from llmbox.engine.planning.estimator import MemoryBudget, estimate, plans
 from llmbox.engine.planning.placement import are_nvlink_peers

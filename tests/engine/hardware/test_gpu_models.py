@@ -2,7 +2,8 @@
 
 import pytest
 
-from llmbox.engine.hardware.gpu_catalog import GPU_MODELS, GpuModel, find_gpu_model
+from llmbox.engine.hardware.gpus import GPU_MODELS, GpuModel, find_gpu_model
+from llmbox.engine.hardware.machine import make_gpu_machine
 from llmbox.engine.planning.memory_plan import MemoryBudget
 from llmbox.kernels.support import FLOAT8_SINCE, TRITON_SINCE
 
@@ -38,9 +39,10 @@ def test_other_names_are_not_guessed(text: str) -> None:
 
 
 def test_several_cards_are_peers_where_they_have_nvlink() -> None:
-    budget = MemoryBudget.of(GPU_MODELS["h100"].machine(4), "cuda")
+    budget = MemoryBudget.of(make_gpu_machine(GPU_MODELS["h100"], 4), "cuda")
     assert budget.available == 80 * 2**30
     assert len(budget.more_gpus) == 3
     assert budget.nvlink == (frozenset(range(4)),)
     assert budget.capabilities == ((9, 0),) * 4
-    assert GPU_MODELS["h100"].machine().nvlink == GPU_MODELS["rtx4090"].machine(2).nvlink == ()
+    alone, without_links = make_gpu_machine(GPU_MODELS["h100"]), make_gpu_machine(GPU_MODELS["rtx4090"], 2)
+    assert alone.nvlink == without_links.nvlink == ()
