@@ -28,7 +28,7 @@ from .encoders.pooling import with_head
 from .families.gemma import GEMMA_MODELS
 from .families.gemma4 import GEMMA3N_MODELS, GEMMA4_MODELS
 from .families.hybrids import HYBRIDS, MULTIMODAL
-from .families.llama4 import LLAMA4_AND_OTHERS
+from .families.others import OTHER_FAMILIES
 from .families.siblings import SIBLINGS
 from .fields import Fields, show
 from .moe import (
@@ -342,7 +342,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     **OWN_CODE_ENCODERS,
     **GEMMA3N_MODELS,
     **GEMMA4_MODELS,
-    **LLAMA4_AND_OTHERS,
+    **OTHER_FAMILIES,
     **MULTIMODAL,
     **SIBLINGS,
 }

@@ -1,4 +1,6 @@
-"""Rules for Llama 4 and AFMoE, and for families whose LayerNorms have biases: Phi-MoE and others."""
+"""Llama 4, AFMoE, and families whose LayerNorms have biases (Phi-MoE, Nemotron, Jais 2, StableLM): defaults,
+rules and entries of `architectures.py`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -199,7 +201,7 @@ _NEMOTRON = Architecture(
     aliases={"rms_norm_eps": "norm_eps"},
 )
 
-LLAMA4_AND_OTHERS: dict[str, Architecture] = {
+OTHER_FAMILIES: dict[str, Architecture] = {
     "AfmoeForCausalLM": Architecture(
         model_type="afmoe",
         defaults={
