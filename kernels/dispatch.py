@@ -47,12 +47,6 @@ class QuantUnavailable(ValueError):  # noqa: N818 - named for what the user read
     """No backend here runs this weight format; the message says why."""
 
 
-def backends() -> list[str]:
-    """List the values of LLMBOX_KERNELS that this machine can run."""
-    gpu = [TRITON] if torch.cuda.is_available() and why_no_triton(torch.device("cuda")) is None else []
-    return [*gpu, *(backend_name(level) for level in usable_levels()), *TORCH_BACKENDS]
-
-
 def select_ops(
     device: torch.device,
     dtype: torch.dtype,

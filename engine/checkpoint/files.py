@@ -70,7 +70,7 @@ def parse_json(data: bytes | str, pairs_hook: PairsHook | None = None) -> Any:
         value = json.loads(data, object_pairs_hook=pairs_hook)
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
-    if _is_deeper(value, MAX_DEPTH):
+    if _is_too_deep(value):
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
     return value
 
@@ -95,10 +95,10 @@ def read_json(file: Path) -> dict[str, Any]:
     return raw
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
-    """Return True if objects and lists are nested in more than `levels` levels."""
+def _is_too_deep(value: Any) -> bool:
+    """Return True if objects and lists are nested in more than `MAX_DEPTH` levels."""
     level = [value] if isinstance(value, (dict, list)) else []
-    for _ in range(levels):
+    for _ in range(MAX_DEPTH):
         inner = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
         level = [item for item in inner if isinstance(item, (dict, list))]
         if not level:

@@ -49,7 +49,9 @@ class ExpertCounters(Protocol):
         ...
 
     def balance(self) -> bool:
-        """Move an expert to another rank, between two steps. False: there is nothing to do now."""
+        """Move one expert to another rank, where that evens the load. Call it between two steps. Returns
+        False if there was nothing to do.
+        """
         ...
 
     def save(self) -> None: ...
@@ -209,8 +211,8 @@ class Engine:
         return None
 
     def _admit_adapter(self, folder: str) -> str:
-        """Return the name that keys an adapter's blocks: its folder has the digest of its content. Raises
-        EngineError.
+        """Note the adapter's size, and return the name under which the blocks of its requests are cached: its
+        folder's, which contains a digest of its weights. Raises EngineError.
         """
         slots = self._scheduler.kv_cache.adapters
         if slots is None:
@@ -245,7 +247,7 @@ class Engine:
         return refusal
 
     def free_slots(self, slots: list[int]) -> None:
-        """Take slots of the hand-over segment back."""
+        """Mark slots of the hand-over segment as free: the decode engine has read them."""
         outlet = self._scheduler.kv_cache.outlet
         assert outlet is not None
         outlet.release(slots)

@@ -34,7 +34,9 @@ ONE_STAGE = PipelineDepth()
 
 
 def ceil_div(total: int, parts: int) -> int:
-    """Return ceil(total / parts): the most tokens, or decoding requests, of one of `parts` steps."""
+    """Return ceil(total / parts): the largest share of tokens or requests that are divided over `parts`
+    steps.
+    """
     return -(-total // parts)
 
 
@@ -170,7 +172,9 @@ class PrefillLink(Protocol):
         ...
 
     def receive(self, *, is_waiting: bool) -> list[ToDaemon]:
-        """Return what has arrived. `is_waiting`: an answer is expected, so silence is a fault."""
+        """Return the messages that have arrived. `is_waiting`: an answer is expected, so an engine that stays
+        silent counts as hung.
+        """
         ...
 
     def wait(self, seconds: float) -> None:

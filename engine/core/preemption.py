@@ -100,7 +100,7 @@ class RunningRequests:
 
     @property
     def prefill_done(self) -> int:
-        """Tokens computed so far of prompts that are under way, without those found in a cache."""
+        """Number of tokens computed so far for prompts that are in progress; cache hits do not count."""
         return sum(
             max(0, request.num_computed - (request.num_cached or 0))
             for request in self.by_id.values()

@@ -146,12 +146,12 @@ class Request:
 
     @property
     def outgrows_factors(self) -> bool:
-        """True if it has become too long for the factors of LongRoPE that it is computed with."""
+        """True if the sequence is now too long for the LongRoPE factors that its keys are computed with."""
         return 0 < self.short_context < self.num_tokens and not self.is_long
 
     @property
     def num_short(self) -> int:
-        """Number of its tokens that may be computed before these factors change."""
+        """Number of tokens that may be computed before the LongRoPE factors change."""
         return sys.maxsize if self.is_long or not self.short_context else self.short_context
 
     def choose_factors(self, short_context: int) -> None:
@@ -175,8 +175,8 @@ class Request:
 
     @property
     def sliding_table(self) -> list[int]:
-        """Return the blocks of sliding-window layers; of a request without any, as in warm-ups, all of
-        its.
+        """Block table of sliding-window layers. A request without one, as in warm-ups, uses its full block
+        table.
         """
         return self.window_table or self.block_table
 
@@ -219,7 +219,7 @@ class Request:
 
     @property
     def num_unknown(self) -> int:
-        """Number of those tokens that are only on the device so far."""
+        """Number of sampled tokens that only the device knows so far."""
         return max(0, self.num_pending - 1)
 
     @property

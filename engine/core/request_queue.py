@@ -61,7 +61,7 @@ class Flows:
         return ((band, flows.values()) for band, flows in self._bands.items())
 
     def check(self, *, running: int, present: int) -> None:
-        """Assert that so many requests are counted."""
+        """Assert that the flows count `running` and `present` requests in all."""
         flows = [flow for _, flows in self.bands for flow in flows]
         assert sum(flow.running for flow in flows) == running
         assert sum(flow.present for flow in flows) == present

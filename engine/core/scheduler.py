@@ -52,7 +52,7 @@ class Scheduler:
         proposers: Sequence[Proposer] = (),
         images: ImageScheduler | None = None,
     ) -> None:
-        """`images`: of a model that reads pictures."""
+        """`images`: scheduler of the pictures of prompts; None for a model that reads none."""
         self.config = config
         self.images = images
         self.pool = pool

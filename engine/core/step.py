@@ -51,7 +51,7 @@ class ScheduledRequest:
         self.end = self.start + self.num_tokens
 
     def num_rejected(self, taken: int) -> int:
-        """Return how many draft tokens were rejected, if `taken` tokens came out of the row."""
+        """Return how many draft tokens were rejected, if the step sampled `taken` tokens for the row."""
         return 1 + len(self.drafts) - taken if self.drafts else 0
 
 
@@ -110,7 +110,7 @@ class StepResult:
     """Tokens before the last one: accepted drafts."""
 
     def tokens_of(self, row: ScheduledRequest) -> list[SampledToken]:
-        """Return all tokens that the row gave, in order."""
+        """Return all tokens that were sampled for the row, in order."""
         if not row.samples:
             return []
         name = row.request.request_id
@@ -148,7 +148,7 @@ def finish_reason(request: Request) -> str | None:
 
 
 def is_stop(request: Request, token: int, outputs: int) -> bool:
-    """Return True if the token ends a request that has so many output tokens with it."""
+    """Return True if the token ends the request. `outputs`: number of its output tokens, with this one."""
     # The sampler bans stop tokens among the first `min_tokens`.
     return token in request.params.stop_token_ids and outputs > request.params.min_tokens
 
@@ -176,7 +176,7 @@ def make_token_output(
 
 
 def count_accepted(ids: Sequence[int], drafts: Sequence[int]) -> int:
-    """Return how many drafts the tokens that came out of their step are."""
+    """Return how many draft tokens equal the tokens that their step sampled."""
     return sum(map(operator.eq, ids, drafts))
 
 

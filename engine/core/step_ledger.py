@@ -206,7 +206,7 @@ def _flags(request: "Request") -> int:
 
 
 class StepTotals(NamedTuple):
-    """Totals of a sequence that has one token in each step."""
+    """Totals over all steps, as a sequence with one token in each of them counts them."""
 
     seconds: float = 0.0
     own: float = 0.0
@@ -279,7 +279,7 @@ class SequenceClock:
             phase.mixed -= alone
 
     def miss(self, step: StepTotals) -> None:
-        """Correct a step in which it had no token."""
+        """Correct a step in which the sequence had no token."""
         if (phase := self._phase) is not None:
             phase.own -= step.own
             phase.prompts -= step.prompts

@@ -76,7 +76,7 @@ def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bo
 
 @dataclass(frozen=True, slots=True)
 class DraftTarget:
-    """Loaded model that drafts are for."""
+    """Loaded target model, for which drafts are proposed."""
 
     config: EngineConfig
     plan: MemoryPlan

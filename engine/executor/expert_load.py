@@ -114,7 +114,7 @@ class LoadHistory:
 
 
 def _table(found: Any, layers: int, experts: int) -> list[list[Any]]:
-    """Return what was read if it is lists of these sizes; else an empty list."""
+    """Return the value if it is a list of lists of these sizes; else an empty list."""
     is_table = isinstance(found, list) and len(found) == layers
     if is_table and all(isinstance(layer, list) and len(layer) == experts for layer in found):
         return list(found)

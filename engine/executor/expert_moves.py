@@ -100,7 +100,9 @@ class ExpertMover:
         return int.from_bytes(hashlib.sha256(forms).digest()[:7], "little")
 
     def _form(self, mixture: Mixture) -> list[Any]:
-        """Return what the linears of a layer have in common; what tells ranks apart if they differ."""
+        """Return the format that all experts of a layer have in common. If they differ, return a value that
+        no other rank returns, so that the comparison of ranks fails.
+        """
         pairs = zip(mixture.gate_ups, mixture.downs, strict=True)
         forms = {tuple(map(self._form_of, pair)) for pair in pairs}
         return [*forms] if len(forms) == 1 else [self._rank.layout.tp_rank]
@@ -156,12 +158,7 @@ class ExpertBalancer:
     step.
     """
 
-    def __init__(
-        self,
-        runner: CPUModelRunner,
-        run_everywhere: Callable[[dict[str, Any]], bool],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, runner: CPUModelRunner, run_everywhere: Callable[[dict[str, Any]], bool]) -> None:
         """`run_everywhere`: has all ranks execute a command, and returns what rank 0 answers."""
         self._runner = runner
         self._layers: list[tuple[Tensor, ExpertOwners]] = [
@@ -170,9 +167,8 @@ class ExpertBalancer:
             if mixture.load_X is not None and mixture.owners is not None
         ]
         self._run = run_everywhere
-        self._clock = clock
         self._wait = CHECK_SECONDS
-        self._check_at = clock() + CHECK_SECONDS
+        self._check_at = time.monotonic() + CHECK_SECONDS
         self._counted = self._counts()
         self._moves: Iterator[ExpertMove | None] | None = None
         self.moved = 0
@@ -203,7 +199,7 @@ class ExpertBalancer:
 
     def _begin(self) -> None:
         """Look at the rows since the last time, if there are enough, and begin to move if it helps."""
-        now = self._clock()
+        now = time.monotonic()
         if now < self._check_at or self._runner.adapters:
             return
         counts = self._counts()
@@ -233,7 +229,7 @@ class ExpertBalancer:
                 yield from moves
         if self.moved > moved:
             self._wait = CHECK_SECONDS
-            self._check_at = self._clock() + CHECK_SECONDS
+            self._check_at = time.monotonic() + CHECK_SECONDS
             self._counted = self._counts()
             after = placed_imbalance(self._holders(), loads, ranks)
             log.info(
@@ -317,8 +313,8 @@ def count_experts(
     directory: Path,
     run_everywhere: Callable[[dict[str, Any]], bool] | None = None,
 ) -> ExpertLoad | None:
-    """Return the counters of rank 0, which see the rows of its whole stage. A model without experts has none,
-    nor has one on a GPU, where nobody counts. `run_everywhere`: see `ExpertBalancer`.
+    """Return rank 0's counters of the rows that chose each expert of its pipeline stage; None for a model
+    without experts and on GPUs, where nothing is counted. `run_everywhere`: see `ExpertBalancer`.
     """
     mixtures = runner.model.mixtures if isinstance(runner, CPUModelRunner) else []
     if not any(mixture.load_X is not None for mixture in mixtures):

@@ -80,7 +80,7 @@ class WorkerBlocks:
         os.eventfd_write(self._done, 1)
 
     def _open(self) -> None:
-        """Answer with the bytes of this rank's parts."""
+        """Map the shared memory and answer with the bytes of this rank's part of each kind of block."""
         answer: dict[str, Any] = {"sizes": self._memory.sizes}
         try:
             self._buffers = SharedBuffers(self._handle)
@@ -171,7 +171,7 @@ class RankBlockMemory:
         return RankCopiesEvent(self, self._sent)
 
     def has_done(self, number: int, seconds: float) -> bool:
-        """Wait until all ranks have done so many commands, for `seconds` at most."""
+        """Wait until all ranks have done `number` commands, for `seconds` at most. False: they have not."""
         end = time.monotonic() + seconds
         for place, done in enumerate(self._workers.block_events):
             while self._done[place] < number:

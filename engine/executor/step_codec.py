@@ -271,7 +271,7 @@ def _append_images(numbers: "array[int]", embeddings: dict[ImagePiece, bytes]) -
 
 
 def _taken_images(frame: Frame) -> dict[ImagePiece, bytes]:
-    """Return what `_append_images` appended."""
+    """Read back the embeddings that `_append_images` appended."""
     told = frame.body[_IMAGES]
     size = frame.numbers.itemsize
     start = len(frame.numbers) - sum(-(-nbytes // size) for *_, nbytes in told)

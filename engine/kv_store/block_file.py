@@ -150,13 +150,13 @@ assert HEADER_BYTES <= _PAYLOAD_AT
 
 
 def slot_bytes(largest_block: int) -> int:
-    """Return the size of a slot for blocks of so many bytes."""
+    """Return the size of a slot for blocks of `largest_block` bytes at most."""
     page = mmap.PAGESIZE
     return -(-(_PAYLOAD_AT + largest_block) // page) * page
 
 
 def segment_bytes(largest_block: int) -> int:
-    """Return the size of a segment for blocks of so many bytes."""
+    """Return the size of a segment for blocks of `largest_block` bytes at most."""
     size = slot_bytes(largest_block)
     return max(LEAST_SLOTS, SEGMENT_BYTES // size) * size
 

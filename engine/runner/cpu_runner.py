@@ -67,9 +67,10 @@ class CPUModelRunner:
         images: EncodedImages | None = None,
         lora_bytes: int = 0,
     ) -> None:
-        """`window_cache`: of sliding-window layers, if they have blocks of their own (`has_window_blocks`) or
-        heads of another width. `states`: of a model with recurrent layers. `images`: of one with a tower.
-        `lora_bytes`: most bytes of adapters.
+        """`window_cache`: KV cache of sliding-window layers, if they have blocks of their own
+        (`has_window_blocks`) or heads of another width. `states`: recurrent state, for a model with recurrent
+        layers. `images`: embeddings of pictures, for one with a vision tower. `lora_bytes`: most bytes of
+        adapters.
         """
         self._model = model
         self._ops = model.ops
@@ -100,8 +101,8 @@ class CPUModelRunner:
         """Not set while a step runs: no blocks get pages beside it."""
 
     def attach(self, proposer: Follower, cache: KVCache, taps: Sequence[int] = ()) -> None:
-        """Show the hidden states of each later step to a draft head. `cache`: of the head, if it has one.
-        `taps`: layers whose inputs it reads in place of the last hidden states.
+        """Show the hidden states of each later step to a draft head. `cache`: the head's KV cache, if it has
+        one. `taps`: layers whose inputs it reads in place of the last hidden states.
         """
         self._follower, self._taps = proposer, bool(taps)
         if taps:

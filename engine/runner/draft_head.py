@@ -183,7 +183,7 @@ class HiddenStates:
         self._fed_TF = features_TF
 
     def take(self, rows: Sequence[ScheduledRequest]) -> Tensor:
-        """Return those of these rows, [T, E]."""
+        """Return the hidden states that these rows go on from, [T, E]."""
         fed_TF, self._fed_TF = self._fed_TF, None
         if fed_TF is not None:
             return self._head.enter(fed_TF)
@@ -194,7 +194,7 @@ class HiddenStates:
         return self._left_SE.index_select(0, to_device(places, self._left_SE.device))
 
     def leave(self, rows: Sequence[ScheduledRequest], hidden_SE: Tensor) -> None:
-        """Keep the results of the rows that sample."""
+        """Keep the hidden states of the rows that sample, for the next pass."""
         self._places = {row.request: place for place, row in enumerate(row for row in rows if row.samples)}
         self._left_SE = hidden_SE
 
@@ -299,7 +299,7 @@ class DeviceHeadRunner(GPUModelRunner):
         self._states_of.feed(features_TF)
 
     def feed_zeros(self, rows: int) -> None:
-        """Feed a trial step."""
+        """Feed zeros as hidden states, for a trial step of a load."""
         self.feed(self._fixed_2RE.new_zeros(rows, self.head.features))
 
     def follow(self, target: GPUModelRunner, method: DraftMethod, taps: Sequence[int] = ()) -> None:
@@ -351,7 +351,9 @@ class DeviceHeadRunner(GPUModelRunner):
 
 
 def _slots_of(row: ScheduledRequest) -> ScheduledRequest:
-    """Return the row where its keys lie: those of a token in the slot before its own."""
+    """Return the row moved back by one position: a head keeps the keys of a token in the slot of the token
+    before it.
+    """
     return replace(row, start=row.start - 1)
 
 

@@ -113,7 +113,9 @@ class ModelProposer(ABC):
         self.executor = executor
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> Proposals:
-        """Propose at most so many drafts for each request; its block table must have slots for them."""
+        """Propose drafts for each request, at most as many as it is paired with; its block table must have
+        slots for them.
+        """
         going = {request: DraftedRequest(request.num_tokens, most) for request, most in wanted}
         executor, passes, num_rows = self.executor, 0, 0
         launched = deque[tuple[list[ScheduledRequest], Any]]()

@@ -160,7 +160,7 @@ class EncoderRunner:
         return forward if types_T is None else replace(forward, types_T=types_T.to(self._device))
 
     def warm_up(self, row_counts: Sequence[int], most: int) -> None:
-        """Run texts of so many rows, at most `most`, which compiles the kernels of a GPU."""
+        """Run texts of these numbers of rows below `most`, and of `most`: that compiles a GPU's kernels."""
         params = SamplingParams(max_tokens=0, pooling="classify" if self._has_classifier else "embed")
         for count in (*(each for each in row_counts if each < most), most):
             lens = [self._context] * (count // self._context) + [count % self._context]

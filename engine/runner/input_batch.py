@@ -143,7 +143,7 @@ class DecodingInputs:
     """
 
     def __init__(self, count: int, width: int, block_size: int) -> None:
-        """`count`: rows. `width`: blocks of the longest of them."""
+        """`count`: number of rows. `width`: number of blocks of the longest row."""
         self.shape = count, width
         self._block_size = block_size
         self._ids = array("q", bytes(8 * count))

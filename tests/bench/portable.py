@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.ipc.messages import AddRequest
-from llmbox.kernels.dispatch import backends
+from support.kernel_backends import backends
 from support.real_engines import all_logits, ask, load, runner_of, tokens
 
 BUILTIN = Path(__file__).parents[2] / "app" / "assets" / "builtin"

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from llmbox.kernels.dispatch import TORCH_BACKENDS, backends, load_backend
+from llmbox.kernels.dispatch import TORCH_BACKENDS, load_backend
 from llmbox.kernels.ops import Ops
+from support.kernel_backends import backends
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,8 @@ import zlib
 
 import pytest
 
-from llmbox.kernels.dispatch import backends, load_backend
+from llmbox.kernels.dispatch import load_backend
+from support.kernel_backends import backends
 
 SIZES = [0, 1, 15, 16, 17, 63, 64, 65, 80, 95, 127, 128, 1000, 16383, 16384, 16385, 50001]
 

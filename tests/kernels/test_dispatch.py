@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from llmbox.kernels.dispatch import UnknownBackend, backends, select_ops
+from llmbox.kernels.dispatch import UnknownBackend, select_ops
+from support.kernel_backends import backends
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from llmbox.engine.gguf.blocks import unpack_rows
 from llmbox.engine.gguf.reader import BLOCKS
 from llmbox.kernels.cpu.weight_packing import INT8_SCALED, WIDE_BFLOAT16
-from llmbox.kernels.dispatch import backends, load_backend
+from llmbox.kernels.dispatch import load_backend
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import GGUF_QUANTS, QUANTS
 from llmbox.kernels.weight_packing import BlockWeight, QuantizedWeight, scale_dtype
 from support.gguf_models import random_blocks
+from support.kernel_backends import backends
 from support.numbers import assert_near
 
 DTYPES = [torch.float32, torch.bfloat16]

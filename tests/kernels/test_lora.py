@@ -9,12 +9,13 @@ from torch import Tensor
 
 from llmbox.kernels.cpu import lora
 from llmbox.kernels.cpu.lora import LoraMemory
-from llmbox.kernels.dispatch import backends, load_backend
+from llmbox.kernels.dispatch import load_backend
 from llmbox.kernels.lora import LoraPiece, LoraRows, LoraSite, LoraWeights
 from llmbox.kernels.op_types import Routing
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference import REFERENCE
+from support.kernel_backends import backends
 from support.mixed_experts import COUNT, HIDDEN, MixedExperts
 from support.numbers import DTYPES, assert_near
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from llmbox.kernels.dispatch import backends, select_ops
+from llmbox.kernels.dispatch import select_ops
 from llmbox.kernels.recurrent import copy_states
 from llmbox.kernels.reference import REFERENCE
+from support.kernel_backends import backends
 from support.recurrent_layers import Layer, fresh_state, layout_of
 
 CPU = torch.device("cpu")

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 from llmbox.app.sandbox.image_worker import make_tiles
 from llmbox.engine.ipc.messages import PreparedImage
 from llmbox.engine.model_config.vision.config import ImageLayout, VisionConfig
+from llmbox.engine.model_config.vision.families import find_vision
 from llmbox.engine.model_config.vision.shape import lay_out_image
 from support.tiny_models import write_json, write_tokenizer
 
@@ -423,3 +424,8 @@ def make_seeing_chat_model(directory: Path) -> Path:
     config = json.loads((directory / "tokenizer_config.json").read_text())
     write_json(directory / "tokenizer_config.json", config | {"chat_template": SEEING_TEMPLATE})
     return directory
+
+
+def read_vision(directory: Path) -> VisionConfig | None:
+    """Return the vision part of a model folder; None where pictures are not read."""
+    return find_vision(directory)[0]

@@ -102,7 +102,7 @@ class BlockPool:
         return bool(self._cache.find((block_hash,)))
 
     def num_idle(self, blocks: Sequence[int]) -> int:
-        """Return how many of these blocks have no reference: available now, and not once touched."""
+        """Return how many of these blocks have no reference: they are available until they are touched."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def cache_block(self, block: int, block_hash: bytes) -> None:
@@ -127,7 +127,7 @@ class BlockPool:
         assert self.num_used == len(used)
 
     def check_holders(self, held: Mapping[int, int]) -> None:
-        """Assert that the references of block tables, `held`, are those that the pool has counted."""
+        """Assert that the pool's reference counts equal `held`, the references of all block tables."""
         assert dict(held) == {block: refs for block, refs in enumerate(self._refs) if refs > 0}
 
 

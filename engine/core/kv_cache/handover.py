@@ -219,7 +219,7 @@ class HandoverIntake:
             self.handed_tokens += blocks.kv_cache.pool.block_size
 
     def _is_done(self, incoming: _Incoming) -> bool:
-        """Return True for a request that waits for no more blocks, and let it go."""
+        """Return True, and forget the request, if it waits for no more blocks."""
         request = incoming.request
         over = self.link.is_given_up or incoming.deaths > 1 or incoming.has_failed
         if over:  # it may have caused these deaths: then it is found guilty where it runs
@@ -244,7 +244,7 @@ class HandoverIntake:
         return True
 
     def _is_lacking(self, request: Request) -> bool:
-        """Return True if blocks were lost on the way that the prefill engine is to hand over again."""
+        """Return True if blocks were lost on the way and the prefill engine has to hand them over again."""
         missing = self._missing(request) * self._blocks.kv_cache.pool.block_size
         may_ask = request.num_handovers < MOST_HANDOVERS and not request.reads_later
         return may_ask and missing >= self._least_tokens

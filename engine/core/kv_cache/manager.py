@@ -132,7 +132,9 @@ class KVCacheManager:
         return StepCopies([(sibling.block_table[partial], request.block_table[partial])], [])
 
     def known_tokens(self, request: Request, sibling: Request | None) -> int:
-        """Return how many tokens `allocate` would not have computed."""
+        """Return how many tokens of the request `allocate` would find computed, in the cache or by the
+        sibling.
+        """
         shared, _ = self.find_prefix(request)
         can_fork = sibling is not None and self.states is None and self.windows is None
         return max(len(shared) * self.pool.block_size, self._forkable(request) if can_fork else 0)
@@ -249,7 +251,7 @@ class KVCacheManager:
         return self.intake is not None and self.fits(request) and self.intake.begin(request)
 
     def take_in(self, *, is_decoding: bool) -> list[Request]:
-        """Cache the blocks that have arrived; return the requests that wait for no more."""
+        """Cache the blocks that have arrived; return the requests that need not wait any more."""
         tiers, intake = self.tiers, self.intake
         done = tiers.reads.poll() if tiers is not None and tiers.reads.is_reading else []
         if intake is None:
@@ -308,7 +310,9 @@ class KVCacheManager:
         return blocks[: self.usable_end(request.block_hashes[: len(blocks)], self.has)], len(blocks)
 
     def usable_end(self, hashes: Sequence[bytes], has: Callable[[BlockKind, bytes], bool]) -> int:
-        """Return how many of these blocks a request can go on from: `has` knows their window and state."""
+        """Return the longest prefix of these blocks, in blocks, that a request can resume from. `has`: True
+        if the window block or the state of a hash is available.
+        """
         ends: Iterable[int] = range(len(hashes), 0, -1)
         if self.windows is not None:
             ends = self.windows.usable_ends([has("window", each) for each in hashes])
@@ -317,7 +321,7 @@ class KVCacheManager:
         return next(iter(ends), 0)
 
     def has(self, kind: BlockKind, block_hash: bytes) -> bool:
-        """Return True if memory has the block of a window, or the state, beside keys and values."""
+        """Return True if memory has the window block or the state of this hash, not only keys and values."""
         if kind == "window":
             return self.windows is not None and self.windows.pool.has_prefix(block_hash)
         return self.states is not None and self.states.pool.has(block_hash)

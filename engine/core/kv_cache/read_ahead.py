@@ -54,7 +54,7 @@ class _Reading:
 
     @property
     def num_to_come(self) -> int:
-        """KV blocks that memory must have room for."""
+        """Number of KV blocks still to be loaded, for which memory must have room."""
         job = self.job
         begun = 0 if job is None else max(0, job.started - len(job.arrived))
         from_disk = sum(kind == "kv" for kind, _ in self.items[begun:])
@@ -138,8 +138,8 @@ class ReadAhead:
         return disk is not None and not disk.store.is_stalled and disk.has(request, kind, block_hash)
 
     def _missing(self, request: Request) -> list[tuple[BlockKind, bytes]]:
-        """Return what to read, in order, for the longest prefix that all tiers have together; nothing where
-        memory has as much, or no room.
+        """Return what to read, in order, to complete the longest prefix that all tiers have together. Empty
+        if memory has as much already, or no room.
         """
         pool, kv_cache = self._blocks.kv_cache.pool, self._blocks.kv_cache
         usable = kv_cache.lookup_blocks(request)

@@ -44,8 +44,8 @@ class WindowManager:
         return max(0, position - self._window + 1) // self.pool.block_size
 
     def usable_ends(self, has: Sequence[bool]) -> list[int]:
-        """Return the prefixes in blocks, longest first, whose window is among the blocks that `has` is true
-        for.
+        """Return the prefixes, in blocks and longest first, that a request can resume from: all blocks of the
+        window before their end are available. `has`: for each block, whether it is.
         """
         ends, run = list[int](), 0
         for index, is_here in enumerate(has):
@@ -326,7 +326,7 @@ class StateManager:
         return is_mark and position // self._block_size <= len(row.request.block_hashes)
 
     def _move_on(self, request: Request, block_hash: bytes) -> None:
-        """Drop the state that was kept of the answer before: the new one is of more use."""
+        """Drop the state that was kept earlier in the same answer: the new one takes its place."""
         if request.answer_state is not None and request.answer_state != block_hash:
             self.pool.drop([request.answer_state])
         request.answer_state = block_hash

@@ -137,7 +137,7 @@ class WriteBehind:
         return bool(self._copies or (self._pending and not store.is_paused))
 
     def _earn(self) -> None:
-        """Add what the time since the last call allows."""
+        """Add to the budget of copies what the time since the last call allows."""
         now = self._clock()
         self._credit = min(BUSY_BURST, self._credit + (now - self._credited) * BUSY_SHARE)
         self._credited = now
@@ -196,7 +196,7 @@ class CacheMemory:
             self.pool(kind).free([index])
 
     def refresh(self, request: Request) -> None:
-        """Make the request's blocks the last to be evicted, and of these the first ones."""
+        """Mark the request's blocks as just used. A later eviction takes the end of the prefix first."""
         blocks = self.kv_cache.pool.find(request.block_hashes)
         self.kv_cache.pool.touch(blocks)
         self.kv_cache.pool.free(blocks)

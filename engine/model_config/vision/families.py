@@ -42,17 +42,11 @@ IMAGE_PROBLEM: Final = "llmbox_image_problem"
 """Key of a GGUF file's config.json: why no projector file is read beside it."""
 
 
-def read_vision(directory: Path) -> VisionConfig | None:
-    """Return the vision part of a model folder; None where pictures are not read (`find_vision`).
-
-    Raises ModelError, with the name of the tensor, for files that do not hold the tower of config.json.
-    """
-    return find_vision(directory)[0]
-
-
 def find_vision(directory: Path) -> tuple[VisionConfig | None, str]:
     """Return the vision part of a model folder, or why pictures cannot be sent to it: its text works then as
-    ever. Raises ModelError as `read_vision`.
+    ever.
+
+    Raises ModelError, with the name of the tensor, for files that do not hold the tower of config.json.
     """
     model = _read(directory, "config.json")
     tower, kind = model.raw.get("vision_config"), model.raw.get("model_type")

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,9 +97,9 @@ def cache_variables(folder: Path, most_gb: float) -> dict[str, str]:
     return {FOLDER_VARIABLE: str(folder), LIMIT_VARIABLE: str(most_gb)}
 
 
-def read_cache_variables(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
+def read_cache_variables() -> tuple[Path, int] | None:
     """Return the cache folder and its limit in bytes; None when the cache is off."""
-    folder, most = environ.get(FOLDER_VARIABLE), environ.get(LIMIT_VARIABLE)
+    folder, most = os.environ.get(FOLDER_VARIABLE), os.environ.get(LIMIT_VARIABLE)
     if not folder or not most or float(most) <= 0:
         return None
     return Path(folder), int(float(most) * 1e9)

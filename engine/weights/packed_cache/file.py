@@ -213,9 +213,6 @@ class MappedWeights:
     def item(self, name: str) -> PackedItem | None:
         return self._items.get(name)
 
-    def bytes_of(self, item: PackedItem) -> memoryview:
-        return self.memory[item.offset : item.offset + item.nbytes]
-
 
 def _compare(data: memoryview, hashes: Sequence[int]) -> list[bool]:
     """Return whether each chunk has its hash. Two threads read it: one core does not use all of the memory's

@@ -9,8 +9,8 @@ from llmbox.app.lifecycle.program import Program
 from llmbox.kernels.cpu import build
 from llmbox.kernels.cpu.build import seal
 from llmbox.kernels.cpu.isa import KERNEL_CACHE, usable_levels
-from llmbox.kernels.dispatch import backends
 from llmbox.kernels.support import BEST_CPU, TRITON, known_kernels
+from support.kernel_backends import backends
 
 BEST, LEAST = usable_levels()[0], usable_levels()[-1]
 

@@ -9,10 +9,9 @@ import pytest
 
 from llmbox.app.sandbox.image_worker import make_tiles
 from llmbox.engine.model_config.vision.config import VisionConfig
-from llmbox.engine.model_config.vision.families import read_vision
 from llmbox.engine.model_config.vision.shape import ImageSizeError, lay_out_image
 from support.tiny_models import write_json
-from support.vision_models import TEXT, draw_picture
+from support.vision_models import TEXT, draw_picture, read_vision
 
 SIZES = [(1, 1), (30, 2000), (1023, 769), (97, 211), (640, 8), (336, 336), (260, 1301)]
 """Width and height."""

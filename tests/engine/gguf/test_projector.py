@@ -21,7 +21,7 @@ from llmbox.engine.gguf.folder import config_json, projector_of
 from llmbox.engine.gguf.projector import check_projector
 from llmbox.engine.gguf.reader import read_gguf
 from llmbox.engine.model_config.config import parse_config
-from llmbox.engine.model_config.vision.families import find_vision, read_vision
+from llmbox.engine.model_config.vision.families import find_vision
 from llmbox.engine.vision.encoder import VisionEncoder, load_vision_encoder
 from llmbox.engine.weights.packed_cache.cache import PackKey
 from llmbox.kernels.reference import REFERENCE
@@ -35,7 +35,7 @@ from support.gguf_projectors import (
 )
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
-from support.vision_models import draw_picture, prepare
+from support.vision_models import draw_picture, prepare, read_vision
 
 SIZES = [(50, 40), (131, 70)]
 

@@ -9,10 +9,9 @@ import pytest
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.kv_cache.state_manager import pool_blocks
 from llmbox.engine.ipc.messages import AddRequest, PreparedImage
-from llmbox.engine.model_config.vision.families import read_vision
 from llmbox.engine.sampling_params import SamplingParams
 from support.real_engines import load, run, tokens
-from support.vision_models import MODELS, draw_picture, make_vision_model, prepare
+from support.vision_models import MODELS, draw_picture, make_vision_model, prepare, read_vision
 
 IMAGE, BREAK, END = 10, 11, 12
 """Ids of the image token, and of the two that Pixtral has at the ends of rows and pictures."""

@@ -9,9 +9,15 @@ import pytest
 import torch
 
 from llmbox.engine.ipc.messages import AddRequest
-from llmbox.engine.model_config.vision.families import read_vision
 from support.real_engines import ask, load, tokens
-from support.vision_models import MODELS, draw_picture, make_vision_model, prepare, reference_inputs
+from support.vision_models import (
+    MODELS,
+    draw_picture,
+    make_vision_model,
+    prepare,
+    read_vision,
+    reference_inputs,
+)
 
 IMAGE = 10
 SIZES = [(50, 40), (131, 70)]

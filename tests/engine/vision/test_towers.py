@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from llmbox.engine.errors import ModelError
-from llmbox.engine.model_config.vision.families import find_vision, read_vision
+from llmbox.engine.model_config.vision.families import find_vision
 from llmbox.engine.vision import layers, tower
 from llmbox.engine.vision.encoder import VisionEncoder, load_vision_encoder
 from llmbox.kernels.cpu import attention
@@ -18,7 +18,14 @@ from llmbox.kernels.dispatch import select_ops
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.reference import REFERENCE
 from support.tiny_models import write_json
-from support.vision_models import MODELS, draw_picture, make_vision_model, prepare, reference_inputs
+from support.vision_models import (
+    MODELS,
+    draw_picture,
+    make_vision_model,
+    prepare,
+    read_vision,
+    reference_inputs,
+)
 
 SIZES = [(50, 40), (13, 1), (30, 100), (131, 70)]
 CPU = torch.device("cpu")

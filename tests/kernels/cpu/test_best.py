@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from llmbox.kernels.dispatch import backends, load_backend
+from llmbox.kernels.dispatch import load_backend
 from llmbox.kernels.ops import Ops
+from support.kernel_backends import backends
 
 
 @pytest.fixture(params=[name for name in backends() if name.startswith("cpu ")])

@@ -14,7 +14,7 @@ import pytest
 
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.ipc.messages import AddRequest
-from llmbox.kernels.dispatch import backends
+from support.kernel_backends import backends
 from support.lanes import nightly
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model

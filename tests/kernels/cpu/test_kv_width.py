@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from llmbox.kernels.cpu.isa import kv_width
-from llmbox.kernels.dispatch import backends, load_backend
+from llmbox.kernels.dispatch import load_backend
 from llmbox.kernels.op_types import KVShape
+from support.kernel_backends import backends
 
 BLOCKS, HEADS = 8000, 2
 HUGE = 2 << 20

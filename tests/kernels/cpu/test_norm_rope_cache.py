@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.dispatch import backends, load_backend
+from llmbox.kernels.dispatch import load_backend
 from llmbox.kernels.op_types import BatchLayout, KVShape
 from llmbox.kernels.ops import Ops
+from support.kernel_backends import backends
 
 BLOCK, QUERY_HEADS, KV_HEADS = 16, 6, 2
 EPS = 1e-6

@@ -18,11 +18,12 @@ from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.planning.runnable import RunnablePlan, require_runnable
 from llmbox.engine.weights.adapters import AdapterLayers
 from llmbox.kernels.cpu import build
-from llmbox.kernels.dispatch import backends, load_backend
+from llmbox.kernels.dispatch import load_backend
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.support import KernelSite
 from support.compiled_programs import compile_program
 from support.families import FAMILIES, make_family
+from support.kernel_backends import backends
 from support.lanes import first_in_the_suite, nightly
 from support.real_engines import all_logits, ask, load, runner_of, tokens
 from support.tiny_models import make_tiny_model

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.dispatch import QuantUnavailable, backends, load_backend, select_ops
+from llmbox.kernels.dispatch import QuantUnavailable, load_backend, select_ops
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.weight_packing import QuantizedWeight, round_with_steps, to_nibbles, to_numbers
+from support.kernel_backends import backends
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -16,7 +16,8 @@ from llmbox.engine.core.step import SampledToken
 from llmbox.engine.sampling import Sampler
 from llmbox.engine.sampling.sampler import BROKEN
 from llmbox.kernels.cpu.backend import CPUBackend
-from llmbox.kernels.dispatch import backends, load_backend
+from llmbox.kernels.dispatch import load_backend
+from support.kernel_backends import backends
 from support.lanes import examples
 from support.noise import uniform
 from support.sampling import CPU, make_request, token_of

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmbox.kernels.dispatch import backends, load_backend
+from llmbox.kernels.dispatch import load_backend
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.weight_packing import Kind, Packing
+from support.kernel_backends import backends
 from support.published_formats import stored_weight
 
 INTEGERS = [

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from llmbox.engine.model_config.vision.config import VisionConfig
-from llmbox.engine.model_config.vision.families import VISION_FAMILIES, find_vision, read_vision
+from llmbox.engine.model_config.vision.families import VISION_FAMILIES, find_vision
 from llmbox.engine.model_config.vision.shape import ImageSizeError, lay_out_image
 from support.tiny_models import write_json
-from support.vision_models import MODELS, TEXT
+from support.vision_models import MODELS, TEXT, read_vision
 
 
 def read(directory: Path, kind: str, **processor: Any) -> VisionConfig:
