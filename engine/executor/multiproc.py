@@ -18,6 +18,7 @@ from ..core.step import StepPlan, StepResult
 from ..device.device import cuda_machine
 from ..distributed.communicator import Communicator, TensorParallel
 from ..distributed.shm_communicator import PeerSockets, ShmCommunicator
+from ..distributed.step_codec import Frame, StepEncoder, decode_result
 from ..distributed.torch_communicator import join, leave
 from ..errors import DeviceError
 from ..hardware.proc import at_exit
@@ -31,7 +32,6 @@ from ..runner.prompt_results import LaunchedStep
 from .expert_moves import ExpertMover
 from .rank_blocks import RankBlockMemory
 from .rank_engine import RankEngine
-from .step_codec import Frame, StepEncoder, decode_result
 from .watchdog import WorkerWatchdog
 from .workers import Transport, WorkerGroup
 

@@ -18,10 +18,10 @@ from typing import Any, Final, Literal
 
 import torch
 
+from ..distributed.step_codec import Frame, Link
 from ..errors import RankLost
 from ..kv_store.block_file import KINDS, BlockKind, Checksums
 from ..runner.block_memory import DeviceBlockMemory
-from .step_codec import Frame, Link
 from .workers import ARENA_BYTES, WorkerGroup
 
 PATIENCE_SECONDS: Final = 30.0

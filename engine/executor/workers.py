@@ -17,11 +17,11 @@ from typing import Any, Final, Literal
 
 from ..config import EngineConfig
 from ..distributed.shm_communicator import PeerSockets, make_ends
+from ..distributed.step_codec import Frame, Link
 from ..errors import EngineError, RankLost
 from ..hardware.proc import read_state
 from ..model_config.parallel_layout import ParallelLayout
 from ..planning.memory_plan import MemoryPlan
-from .step_codec import Frame, Link
 
 ARENA_BYTES: Final = 1 << 30
 """Address space of the memory that ranks share for KV blocks (`rank_blocks.py`); the system gives pages when

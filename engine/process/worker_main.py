@@ -27,12 +27,12 @@ from ..config import EngineConfig
 from ..core.executor_interface import ModelRunner
 from ..distributed.communicator import TensorParallel
 from ..distributed.shm_communicator import PeerSockets
+from ..distributed.step_codec import Frame, Link, StepDecoder, decode_graph, encode_result
 from ..errors import DoesNotFit, EngineError, RankLost
 from ..executor.expert_moves import ExpertMover
 from ..executor.multiproc import connect
 from ..executor.rank_blocks import WorkerBlocks
 from ..executor.rank_engine import RankEngine, load_rank
-from ..executor.step_codec import Frame, Link, StepDecoder, decode_graph, encode_result
 from ..executor.workers import all_min_on_worker
 from ..hardware.proc import bind_to_parent, exit_process, log_to_stderr
 from ..planning.estimator import MemoryPlan

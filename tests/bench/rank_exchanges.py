@@ -14,8 +14,8 @@ from typing import Any
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.distributed.shm_communicator import ShmCommunicator
+from llmbox.engine.distributed.step_codec import Link
 from llmbox.engine.executor.build import load_engine
-from llmbox.engine.executor.step_codec import Link
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.sampling_params import SamplingParams
 

@@ -16,13 +16,13 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.step import StepPlan
 from llmbox.engine.distributed.communicator import TensorParallel
+from llmbox.engine.distributed.step_codec import Frame, Link
 from llmbox.engine.errors import RankLost
 from llmbox.engine.executor.build import make_scheduler, memory_budget
 from llmbox.engine.executor.load_model import model_info
 from llmbox.engine.executor.multiproc import AsyncMultiprocExecutor
 from llmbox.engine.executor.profile import build
 from llmbox.engine.executor.rank_engine import RankEngine, load_rank
-from llmbox.engine.executor.step_codec import Frame, Link
 from llmbox.engine.executor.watchdog import WorkerWatchdog
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.parallel_layout import ParallelLayout

@@ -18,6 +18,7 @@ from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.step import StepPlan, StepResult
 from llmbox.engine.distributed.communicator import AsyncWork, CompletedWork, TensorParallel, rows_of_rank
 from llmbox.engine.distributed.shm_communicator import PendingReceive
+from llmbox.engine.distributed.step_codec import StepDecoder, StepEncoder
 from llmbox.engine.distributed.torch_communicator import sum_in_order
 from llmbox.engine.errors import RankLost
 from llmbox.engine.executor.build import make_scheduler, memory_budget
@@ -25,7 +26,6 @@ from llmbox.engine.executor.expert_load import place_hot_experts
 from llmbox.engine.executor.expert_moves import ExpertMover, count_experts
 from llmbox.engine.executor.load_model import model_info
 from llmbox.engine.executor.rank_engine import load_rank
-from llmbox.engine.executor.step_codec import StepDecoder, StepEncoder
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 from llmbox.engine.planning.estimator import estimate

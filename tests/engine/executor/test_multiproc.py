@@ -6,10 +6,10 @@ import threading
 import pytest
 
 from llmbox.engine.core.step import SampledToken, StepResult
+from llmbox.engine.distributed.step_codec import Link
 from llmbox.engine.errors import RankLost
 from llmbox.engine.executor import watchdog
 from llmbox.engine.executor.multiproc import AsyncMultiprocExecutor, SyncMultiprocExecutor
-from llmbox.engine.executor.step_codec import Link
 from llmbox.engine.executor.watchdog import WorkerWatchdog
 from llmbox.engine.ipc.messages import TokenLogprobs
 from llmbox.engine.model_config.parallel_layout import ParallelLayout

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from llmbox.engine.distributed.step_codec import Frame, Link
 from llmbox.engine.errors import RankLost
 from llmbox.engine.executor import workers
-from llmbox.engine.executor.step_codec import Frame, Link
 from llmbox.engine.executor.workers import Worker, WorkerBarrier, WorkerLoadFailed
 
 

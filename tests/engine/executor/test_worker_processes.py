@@ -18,9 +18,9 @@ from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.restart_policy import RestartLimits
 from llmbox.app.engines.supervisor import Supervisor
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.distributed.step_codec import Link
 from llmbox.engine.errors import EngineError, ParallelError
 from llmbox.engine.executor.expert_load import LoadHistory
-from llmbox.engine.executor.step_codec import Link
 from llmbox.engine.executor.workers import Worker, WorkerGroup, all_min_on_worker
 from llmbox.engine.hardware.proc import finish
 from llmbox.engine.ipc.spawn import Launch

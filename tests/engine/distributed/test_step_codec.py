@@ -7,7 +7,7 @@ import pytest
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.kv_cache.state_manager import pool_blocks
 from llmbox.engine.core.step import SampledToken, StepResult
-from llmbox.engine.executor.step_codec import Frame, StepDecoder, StepEncoder, decode_result, encode_result
+from llmbox.engine.distributed.step_codec import Frame, StepDecoder, StepEncoder, decode_result, encode_result
 from llmbox.engine.ipc.messages import AddRequest, TokenLogprobs
 from llmbox.engine.sampling_params import SamplingParams
 from support.fake_runner import FakeOverlappingRunner
