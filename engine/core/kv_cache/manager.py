@@ -132,9 +132,7 @@ class KVCacheManager:
         return StepCopies([(sibling.block_table[partial], request.block_table[partial])], [])
 
     def known_tokens(self, request: Request, sibling: Request | None) -> int:
-        """Return how many tokens of the request `allocate` would find computed, in the cache or by the
-        sibling.
-        """
+        """Return how many tokens `allocate` would find computed, in the cache or by the sibling."""
         shared, _ = self.find_prefix(request)
         can_fork = sibling is not None and self.states is None and self.windows is None
         return max(len(shared) * self.pool.block_size, self._forkable(request) if can_fork else 0)
@@ -310,9 +308,7 @@ class KVCacheManager:
         return blocks[: self.usable_end(request.block_hashes[: len(blocks)], self.has)], len(blocks)
 
     def usable_end(self, hashes: Sequence[bytes], has: Callable[[BlockKind, bytes], bool]) -> int:
-        """Return the longest prefix of these blocks, in blocks, that a request can resume from. `has`: True
-        if the window block or the state of a hash is available.
-        """
+        """Return after how many of these blocks a request can resume. `has`: a window or state is there."""
         ends: Iterable[int] = range(len(hashes), 0, -1)
         if self.windows is not None:
             ends = self.windows.usable_ends([has("window", each) for each in hashes])
