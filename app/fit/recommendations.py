@@ -97,7 +97,9 @@ def recommend(
         facts = ModelFacts(
             name=model.repo,
             config=parsed,
+            stored_bytes=size,
             stored_params=model.params,
+            disk_bytes=size,
             missing_bytes=0 if here else size,
         )
         plan = fit(facts, machine, config, budget_gb=budget_gb, disk=disk, bandwidth=bandwidth)

@@ -44,10 +44,14 @@ _TIED = "lm_head.weight"
 class ModelFacts:
     name: str
     config: ModelConfig
+    stored_bytes: int
+    """Bytes of the weights in the files."""
     stored_params: int
     """Counted from the headers; a copy of a tied matrix, MTP layers and adapters are not counted."""
+    disk_bytes: int
+    """Bytes of all files that serving needs."""
     missing_bytes: int
-    """Bytes of the files that serving needs and that are not on this disk."""
+    """Bytes of `disk_bytes` that are not on this disk."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -70,7 +74,8 @@ def local_facts(ref: ModelRef) -> ModelFacts:
         tensors = parts_of_model(gguf.tensors)
     else:
         tensors = list_tensors(ref.path)
-    facts = _facts(ref.name, config, tensors.values(), missing=0)
+    size = sum(path.stat().st_size for path in ref.path.rglob("*") if path.is_file())
+    facts = _facts(ref.name, config, tensors.values(), size, 0)
     if file is None:
         check_weights(str(ref.path), config, tensors)
     return facts
@@ -91,7 +96,7 @@ def remote_facts(hub: Hub, repo: str, revision: str | None, quantization: str | 
     tensors = full_names({tensor.name: tensor for header in found for tensor in header})
     name = repo if revision is None else f"{repo}@{revision}"
     try:
-        facts = _facts(name, config, tensors.values(), missing=size)
+        facts = _facts(name, config, tensors.values(), size, size)
         check_weights(name, config, tensors)
     except ModelError as error:
         raise HubError("unsupported_model", f"{name} cannot be served", str(error)) from None
@@ -162,7 +167,7 @@ def _gguf_facts(hub: Hub, listing: RepoListing, files: list[RepoFile], name: str
         vector_files(whole)
     except ModelError as error:
         raise HubError("unsupported_model", f"{name} cannot be served", str(error)) from None
-    return _facts(name, config, parts_of_model(tensors).values(), missing=size)
+    return _facts(name, config, parts_of_model(tensors).values(), size, size)
 
 
 def parse_config_files(files: Mapping[str, object]) -> ModelConfig:
@@ -202,7 +207,9 @@ def remote_header(hub: Hub, listing: RepoListing, file: RepoFile) -> list[Tensor
     return tensors
 
 
-def _facts(name: str, config: ModelConfig, tensors: Iterable[TensorEntry], *, missing: int) -> ModelFacts:
+def _facts(
+    name: str, config: ModelConfig, tensors: Iterable[TensorEntry], size: int, missing: int
+) -> ModelFacts:
     """Build the facts of a model. Raises ModelError."""
     entries = list(tensors)
     if config.stored is not None and not isinstance(config.stored, GgufFormat):
@@ -217,7 +224,14 @@ def _facts(name: str, config: ModelConfig, tensors: Iterable[TensorEntry], *, mi
         and not e.name.startswith(layers_of_drafts)
         and (has_tasks or not e.name.endswith((".lora_A", ".lora_B")))
     ]
-    return ModelFacts(name, config, sum(prod(e.shape) for e in counted), missing)
+    return ModelFacts(
+        name,
+        config,
+        sum(e.nbytes for e in entries),
+        sum(prod(e.shape) for e in counted),
+        size,
+        missing,
+    )
 
 
 def find_facts(

@@ -217,7 +217,8 @@ def test_fit_refuses_matrices_that_the_metadata_do_not_describe(tmp_path: Path) 
         with pytest.raises(ModelError, match=words) as refused:
             local_facts(directory(folder_of(file, home)))
         assert name in str(refused.value)
-    local_facts(directory(folder_of(tmp_path / "tiny.gguf", home)))
+    facts = local_facts(directory(folder_of(tmp_path / "tiny.gguf", home)))
+    assert facts.stored_bytes < len(whole)
 
 
 def test_a_repository_s_own_gguf_file_does_not_hide_its_safetensors(tmp_path: Path) -> None:

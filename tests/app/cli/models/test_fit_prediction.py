@@ -112,7 +112,8 @@ def test_the_commands_of_the_page_exist(call: Call) -> None:
 def test_the_example_of_the_page_is_printed_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     model = next(model for model in recommended() if model.repo == "Qwen/Qwen3-8B")
     config = parse_config_files({"config.json": model.config})
-    facts = ModelFacts(model.repo, config, model.params, missing_bytes=0)
+    size = model.download_bytes
+    facts = ModelFacts(model.repo, config, size, model.params, disk_bytes=size, missing_bytes=0)
     users = UserLoad(users=1000, per_minute=1.0, request=USUAL_REQUEST, tpot_target=0.03)
     prices = {"rtx4090": 0.4, "h100": 2.5}
     asked = PredictionRequest(read_gpu_models("rtx4090,h100"), prices, USUAL_REQUEST, users)
