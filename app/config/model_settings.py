@@ -99,7 +99,7 @@ class ModelSettings:
     )
     batching: Literal["continuous", "static"] = live_key(
         "continuous",
-        "continuous, or static: a batch runs until its longest request has ended (for comparison).",
+        "Batching of requests; static runs a batch until its longest request has ended (for comparison).",
     )
     premium_share: float = live_key(
         0.0,
