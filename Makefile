@@ -65,8 +65,8 @@ docs: .venv/dev ## renew the generated parts of docs/
 metrics: .venv/dev ## size and shape of the code, and what one streamed chat passes
 	$(BIN)/python -P packaging/code_metrics.py $(ARGS)
 
-screenshots: .venv/dev ## renew the pictures in README.md
-	$(BIN)/python packaging/screenshots.py
+screenshots: .venv/dev ## renew the picture of the panel in README.md
+	$(BIN)/python packaging/panel_pictures.py --readme
 
 pictures: .venv/dev ## llmbox top into docs/images, every page of the panel into build/pictures
 	$(BIN)/python packaging/top_pictures.py

@@ -1,6 +1,5 @@
 """Container of the daemon's parts, passed to the code that needs them. There are no globals."""
 
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -67,5 +66,3 @@ class Services:
     drain: Drain = field(default_factory=Drain)
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
     """Generations that run without a connection waiting for them."""
-    started_at: float = field(default_factory=time.time)
-    """Unix seconds."""

@@ -2,6 +2,7 @@
 
     make pictures            all pages into build/pictures
     make pictures ARGS="--pages overview keys --themes dark --widths 390"
+    make screenshots         the picture in README.md: the overview of a daemon under load
 
 Needs the development environment and chromium. The daemon has a data folder and a port of its own, and a
 week of made-up requests in its log, so that pages look as they do on a box in use.
@@ -29,7 +30,16 @@ from llmbox.app.store.queries import requests as request_queries
 from llmbox.app.store.record import RequestRecord
 from llmbox.app.telemetry.history import KEEP
 
-PICTURES = Path(__file__).parents[1] / "build" / "pictures"
+ROOT = Path(__file__).parents[1]
+PICTURES = ROOT / "build" / "pictures"
+README_PICTURE = ROOT / "docs" / "images" / "panel.png"
+QUESTIONS = (
+    "What is a KV cache?",
+    "What is TTFT?",
+    "How do I stop the daemon?",
+    "What is continuous batching?",
+    "How do I make an API key?",
+)
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 PAGES = {
     "overview": "/admin",
@@ -61,6 +71,7 @@ DAY = 86400
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw pictures of every page of the panel.")
+    parser.add_argument("--readme", action="store_true", help="draw the picture in README.md alone")
     parser.add_argument("--to", type=Path, default=PICTURES)
     parser.add_argument("--pages", nargs="*", choices=PAGES, default=list(PAGES))
     parser.add_argument("--themes", nargs="*", choices=("light", "dark"), default=["light", "dark"])
@@ -80,18 +91,23 @@ def main() -> None:
         try:
             started = json.loads(up.stdout)
             over = threading.Event()
-            client = threading.Thread(target=ask, args=(started["url"], over), daemon=True)
-            client.start()
+            clients = [
+                threading.Thread(target=ask, args=(started["url"], question, over), daemon=True)
+                for question in (QUESTIONS if chosen.readme else QUESTIONS[:1])
+            ]
+            for client in clients:
+                client.start()
             draw(started["sign_in"], chosen)
             over.set()
-            client.join(60)
+            for client in clients:
+                client.join(60)
         finally:
             subprocess.run([*command, "down", "--now"], check=True, timeout=60)
 
 
-def ask(url: str, over: threading.Event) -> None:
+def ask(url: str, question: str, over: threading.Event) -> None:
     """Keep one long answer in flight."""
-    body = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 900}
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 900}
     while not over.is_set():
         request = urllib.request.Request(
             f"{url}/chat/completions",
@@ -209,6 +225,11 @@ def draw(link: str, chosen: argparse.Namespace) -> None:
         page.goto(link)
         page.get_by_role("button", name="Sign in").click()
         page.get_by_role("heading", name="Overview").wait_for()
+        if chosen.readme:
+            page.set_viewport_size({"width": 1280, "height": 960})
+            page.wait_for_timeout(4000)  # rates of the load
+            page.screenshot(path=README_PICTURE)
+            return
         home = page.url.partition("/admin")[0]
         for width in chosen.widths:
             page.set_viewport_size({"width": width, "height": 844 if width < 600 else width * 9 // 16})
@@ -218,7 +239,6 @@ def draw(link: str, chosen: argparse.Namespace) -> None:
                     page.goto(home + PAGES[name])
                     page.wait_for_timeout(1500)  # fragments and charts
                     page.screenshot(path=chosen.to / f"{name}-{width}-{theme}.png", full_page=True)
-        browser.close()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ class BenchTarget:
 class RequestTiming:
     """One request as the client saw it. Times in seconds on the monotonic clock."""
 
-    wanted_tokens: int
     started: float = 0.0
     token_times: list[float] = field(default_factory=list)
     """Arrival of each chunk that carried text."""
@@ -63,7 +62,7 @@ async def complete(target: BenchTarget, prompt: list[int] | str, max_tokens: int
     """Stream one greedy completion of exactly `max_tokens` tokens. Failures end up in
     `RequestTiming.error`.
     """
-    sample = RequestTiming(wanted_tokens=max_tokens)
+    sample = RequestTiming()
     body = {
         "model": target.model,
         "prompt": prompt,

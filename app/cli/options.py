@@ -42,7 +42,7 @@ def setting_options(*names: str) -> Callable[[F], F]:
 
 
 def model_options(function: F) -> F:
-    function = click.option("--alias", metavar="NAME", help="Serve the model under this name too.")(function)
+    function = click.option("--alias", metavar="NAME", help="Also serve the model under this name.")(function)
     return _add(function, MODEL_KEYS)
 
 
@@ -50,7 +50,8 @@ def mmproj_option(function: F) -> F:
     return click.option(
         "--mmproj",
         metavar="FILE",
-        help="Projector file of a GGUF file, for pictures; none: without. Default: the one beside it.",
+        help="Projector file of a GGUF model, for pictures; none: no projector. Default: the one beside the "
+        "model.",
     )(function)
 
 

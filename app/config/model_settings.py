@@ -13,33 +13,34 @@ class ModelSettings:
     """Defaults for every model; flags of `load` override them. A reload affects later loads."""
 
     device: Literal["auto", "cpu", "cuda"] = live_key(
-        "auto", "Where models run; auto takes a GPU when there is one."
+        "auto", "Device that models run on; auto uses a GPU if there is one."
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = live_key(
         "auto", "Type of weights and activations; auto follows the checkpoint."
     )
     kv_dtype: Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"] = live_key(
         "auto",
-        "Type of the KV cache; auto follows dtype, int8 halves bfloat16's memory, fp8 too but needs a GPU.",
+        "Type of the KV cache; auto follows dtype. int8 and fp8 take half the memory of bfloat16; fp8 needs "
+        "a GPU.",
     )
     quant: Literal[
         "none", "auto", "int8", "int8-g32", "int4", "int4-g128", "int4-mix", "w8a8", "fp8", "fp8-block"
     ] = live_key(
         "none",
-        "Format to which weights are quantized at load; auto takes the first of none, int8, int4 that fits; "
+        "Format that weights are quantized to at load; auto picks the first of none, int8, int4 that fits. "
         "w8a8, fp8 and fp8-block need a GPU.",
     )
     ctx: int | None = live_key(
         None,
-        "Longest prompt + output in tokens; auto takes the model's limit or what fits.",
+        "Longest prompt plus output, in tokens; auto: the model's limit, or what fits in memory.",
         low=16,
         high=1 << 26,
     )
     max_running: int | None = live_key(None, "Most sequences computed together.", low=1, high=65_536)
     token_budget: int | None = live_key(
         None,
-        "Most tokens computed in one step; with --pp the stages share it. auto: on a CPU half a second of "
-        "work, a tenth beside streams.",
+        "Most tokens computed in one step; with --pp the stages share it. auto: on a CPU, half a second of "
+        "work, or a tenth of a second while others stream.",
         low=16,
         high=1 << 20,
     )
@@ -47,55 +48,58 @@ class ModelSettings:
         None, "Memory budget in GB (10^9 bytes) for weights, KV and workspace.", low=0.05, high=100_000
     )
     kv_tokens: int | None = key(
-        None, "Size of the KV pool in tokens; auto takes what the memory budget leaves.", low=16, high=1 << 30
+        None, "Size of the KV cache in tokens; auto: what the memory budget leaves.", low=16, high=1 << 30
     )
     kv_host_memory: float | None = live_key(
         None,
-        "Main memory in GB for KV blocks that a GPU evicts; auto: a fifth of what is free; 0 keeps none.",
+        "Main memory in GB for KV blocks evicted from a GPU; auto: a fifth of what is free; 0: none.",
         low=0,
         high=100_000,
     )
     threads: int | None = live_key(
-        None, "CPU threads of the engine; auto takes the physical cores.", low=1, high=4096
+        None, "CPU threads of the engine; auto: one for each physical core.", low=1, high=4096
     )
     tp: int | None = live_key(
         None,
-        "Processes or GPUs that share every layer of a model (tensor parallelism); auto takes one GPU, or as "
+        "Processes or GPUs that share every layer of a model (tensor parallelism); auto: one GPU, or as "
         "many NVLink peers as the model needs.",
         low=1,
         high=16,
     )
     pp: int | None = live_key(
         None,
-        "Stages that the layers of a model are cut into, one after another (pipeline parallelism); auto cuts "
-        "where a model needs GPUs without NVLink.",
+        "Stages that the layers of a model are divided into (pipeline parallelism); auto divides them where "
+        "a model needs several GPUs that have no NVLink.",
         low=1,
         high=16,
     )
     expert_parallel: bool = live_key(
         False,
-        "Give each rank of --tp some experts of a mixture whole, not a part of each (expert parallelism).",
+        "Give each rank of --tp whole experts of a mixture-of-experts model, not a part of each (expert "
+        "parallelism).",
     )
     redundant_experts: int = live_key(
         0,
-        "Copies of hot experts in each layer, on other ranks, with --expert-parallel: their rows are divided "
-        "(expert parallel load balancing).",
+        "With --expert-parallel: extra copies of busy experts in each layer, on other ranks, which share "
+        "their tokens (expert parallel load balancing).",
         low=0,
         high=16384,
     )
     cpu_experts: Literal["auto", "on", "off"] = live_key(
         "auto",
-        "Keep the experts of a mixture in main memory, where the CPU computes them, and all else on the GPU. "
-        "auto does so where the model does not fit on the GPUs.",
+        "Keep the experts of a mixture-of-experts model in main memory, computed by the CPU, and everything "
+        "else on the GPU. auto: when the model does not fit on the GPUs.",
     )
     disaggregate: str = live_key(
         "",
-        "Cores of an engine for prompts and of one for tokens, as P:D (1:1): streams stay even while long "
-        "prompts come. auto: a pair while prompts are measured to hold up streams. Empty: one engine.",
+        "Cores of a prefill engine and of a decode engine, as P:D (1:1), so that long prompts do not slow "
+        "down streams. auto: two engines while prompts are measured to slow down streams. Empty: one "
+        "engine.",
         each=(is_pair, "two numbers of cores with a colon between, such as 1:1, or auto"),
     )
     batching: Literal["continuous", "static"] = live_key(
-        "continuous", "static runs each batch to its longest request (for comparison)."
+        "continuous",
+        "Batching of requests; static runs a batch until its longest request has ended (for comparison).",
     )
     premium_share: float = live_key(
         0.0,
@@ -104,37 +108,41 @@ class ModelSettings:
         high=0.9,
     )
     prefix_cache: bool = live_key(
-        True, "Prefix caching: keep and reuse the KV cache of prompts that begin alike."
+        True, "Prefix caching: keep the KV cache of prompts and reuse it for prompts that begin the same."
     )
     chunked_prefill: bool = live_key(
-        True, "Chunked prefill: compute long prompts in pieces between other requests' tokens."
+        True, "Chunked prefill: compute long prompts in pieces, between the tokens of other requests."
     )
     speculate: Literal["auto", "on", "off"] = live_key(
         "auto",
-        "Guess tokens from the request's own and verify several in a step: same tokens, sooner where answers "
-        "repeat. auto: on the C++ kernels, and on GPUs with deterministic. on refuses to load elsewhere.",
+        "Speculative decoding: draft tokens from earlier text and verify several in one step; same tokens, "
+        "faster where answers repeat text. auto: on the C++ kernels, and on GPUs with deterministic. on: "
+        "refuse to load elsewhere.",
     )
     draft: str = live_key(
         "",
-        "Smaller model with the same vocabulary, or EAGLE-3 or Medusa head, whose guesses are verified too. "
-        "mtp: the checkpoint's own layer, which guesses anyway where it can; none: neither.",
+        "Draft model with the same vocabulary, or EAGLE-3 or Medusa head, whose tokens are verified too. "
+        "mtp: the checkpoint's own layer for multi-token prediction, which is also the default where it can "
+        "be used; none: neither.",
     )
     lora_memory: float = live_key(
-        0.5, "Memory for a model's LoRA adapters in GB; those unused for longest leave it.", low=0.001
+        0.5, "Memory in GB for a model's LoRA adapters; the least recently used ones are evicted.", low=0.001
     )
     deterministic: bool = live_key(
-        False, "Refuse to run on kernels whose results may depend on the batch (the C++ ones never do)."
+        False,
+        "Refuse to run on kernels whose results may depend on the batch (the results of the C++ kernels "
+        "never do).",
     )
     exact: Literal["machine", "portable"] = live_key(
         "machine",
-        "Whose bits agree: portable has the same on every CPU and for --tp 1, 2 and 4, or refuses to load. "
-        "It needs integer weights (--quant int8) and --kv-dtype int8.",
+        "Where results agree bit for bit. machine: on this machine; portable: on every CPU and with --tp 1, "
+        "2 and 4, which needs integer weights (--quant int8) and --kv-dtype int8, or the model is refused.",
     )
     overlap: bool = live_key(
-        True, "On a GPU, prepare the next step while it computes one (a CPU takes them in turn)."
+        True, "On a GPU, prepare the next step while one is computed (a CPU does them in turn)."
     )
     cuda_graphs: bool = live_key(
-        True, "On a GPU, replay decoding steps from captured graphs; off saves their memory."
+        True, "On a GPU, replay decoding steps from captured CUDA graphs; off saves their memory."
     )
     overrides: tuple[str, ...] = live_key(
         (),
@@ -149,20 +157,20 @@ class MemorySettings:
 
     budget: float | None = live_key(
         None,
-        "GB (10^9 bytes) that all models may take together; auto is 80 % of RAM, 90 % of a GPU's memory.",
+        "GB (10^9 bytes) that all models may take together; auto: 80 % of RAM, 90 % of a GPU's memory.",
         low=0.05,
         high=100_000,
     )
     ttl: float = live_key(
         1800.0,
-        "Seconds without requests until a model that was loaded on request is unloaded; 0 keeps it.",
+        "Seconds without requests after which a model that was loaded on request is unloaded; 0: never.",
         low=0,
         high=10_000_000,
     )
     spare_engine: bool = key(
         True,
-        "Keep a process ready that has imported the engine, so that loads and restarts do not wait for that: "
-        "on a CPU engines are forked from it (0.1 GB), with a GPU one takes it (0.15 GB).",
+        "Keep a process ready that has imported the engine, so that loads and restarts are faster: on a "
+        "CPU, engines are forked from it (0.1 GB); with a GPU, the next engine takes it over (0.15 GB).",
     )
     load_on_request: bool = live_key(
         True, "Load a model that is on disk when a request names it; nothing is downloaded."
@@ -171,8 +179,10 @@ class MemorySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSettings:
-    repacked_gb: float = key(50.0, "GB of disk for weights as the CPU kernels pack them.", low=0, high=1e6)
-    kv_disk_gb: float | None = key(
-        None, "GB of disk for KV blocks; auto: a fifth of what is free, at most 50.", low=0, high=1e6
+    repacked_gb: float = key(
+        50.0, "Disk space in GB for weights packed for the CPU kernels.", low=0, high=1e6
     )
-    kv_key_share: float = key(0.5, "Share of cache.kv_disk_gb that one API key may take.", low=0.01, high=1)
+    kv_disk_gb: float | None = key(
+        None, "Disk space in GB for KV blocks; auto: a fifth of what is free, at most 50.", low=0, high=1e6
+    )
+    kv_key_share: float = key(0.5, "Share of cache.kv_disk_gb that one API key may use.", low=0.01, high=1)

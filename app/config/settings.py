@@ -16,32 +16,36 @@ from .model_settings import CacheSettings, MemorySettings, ModelSettings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     host: str = key("127.0.0.1", "Address to listen on; 127.0.0.1 also listens on ::1.")
-    port: int = key(7411, "TCP port of the API; 0 takes a free one.", low=0, high=65535)
+    port: int = key(7411, "TCP port of the API; 0 picks a free port.", low=0, high=65535)
     tls: bool = key(False, "Serve HTTPS, with server.tls_certificate or a certificate made by llmbox.")
     tls_certificate: str = key("", "PEM file of the certificate and its chain; empty: one made by llmbox.")
     tls_key: str = key("", "PEM file of the certificate's private key, without a password.")
-    mdns: bool = key(False, "Announce the box by mDNS where other machines can connect; needs zeroconf.")
+    mdns: bool = key(False, "Announce the box by mDNS when other machines can connect; needs zeroconf.")
     models: tuple[str, ...] = key(("builtin",), "Models loaded at start when the command names none.")
-    allowed_hosts: tuple[str, ...] = key((), "Further names in a Host header, as host or host:port.")
+    allowed_hosts: tuple[str, ...] = key(
+        (), "Additional names to accept in the Host header, as host or host:port."
+    )
     cors_origins: tuple[str, ...] = key(
         (),
-        "Origins of web pages whose scripts browsers let use the API, as https://host or http://host:port; "
-        "the panel and the admin API never.",
+        "Origins of web pages that may call the API from a browser, as https://host or http://host:port; "
+        "never the panel or the admin API.",
         each=ORIGIN,
     )
     trusted_proxies: tuple[str, ...] = key(
         (),
-        "Addresses of reverse proxies whose X-Forwarded-For names the caller; any other is ignored.",
+        "Addresses of reverse proxies whose X-Forwarded-For header is trusted; from others it is ignored.",
         each=NETWORK,
     )
     require_key: bool = live_key(
         False,
-        "Ask for an API key on this machine too. Where other machines can connect one is always needed.",
+        "Require an API key on this machine too. When other machines can connect, one is always required.",
     )
     fetch_images: bool = live_key(
-        False, "Fetch pictures of requests from http and https URLs, of public addresses alone."
+        False, "Fetch pictures that requests name by an http or https URL, from public addresses only."
     )
-    mcp_commands: bool = live_key(False, "Let programs be MCP servers of the chat, run as this user.")
+    mcp_commands: bool = live_key(
+        False, "Let the chat start local programs as MCP servers, run as this user."
+    )
     drain_timeout: float = key(
         30.0,
         "Seconds that open requests may take after SIGTERM before they end with an error.",
@@ -50,12 +54,14 @@ class ServerSettings:
     )
     restart_cooldown: float = key(
         30.0,
-        "Seconds until a model whose engine died five times in a minute is started again; each failure "
-        "doubles them. 0 leaves it to a load by the owner.",
+        "Seconds before a model whose engine died five times in a minute is started again; doubled after "
+        "each failure. 0: only a load by the owner starts it.",
         low=0,
         high=86_400,
     )
-    restart_cooldown_max: float = key(900.0, "Longest such wait, in seconds.", low=1, high=86_400)
+    restart_cooldown_max: float = key(
+        900.0, "Limit of server.restart_cooldown as it doubles, in seconds.", low=1, high=86_400
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +72,7 @@ class LimitSettings:
         32_000_000, "Largest body of a request that may have pictures.", low=1024, high=1 << 30
     )
     image_bytes: int = key(20_000_000, "Largest picture of a request, as a file.", low=1024, high=1 << 28)
-    image_pixels: int = key(40_000_000, "Most pixels of a picture that is decoded.", low=1024, high=1 << 28)
+    image_pixels: int = key(40_000_000, "Most pixels of a picture.", low=1024, high=1 << 28)
     images: int = key(64, "Most pictures of one request.", low=0, high=10_000)
     header_line_bytes: int = key(
         16_384, "Longest header line, request line included.", low=1024, high=1 << 20
@@ -79,13 +85,13 @@ class LimitSettings:
     )
     connections: int = key(
         4096,
-        "Most open TCP connections; at the limit the longest idle one gives way to a new one.",
+        "Most open TCP connections; at the limit, a new one closes the one that has been idle longest.",
         low=8,
         high=1_000_000,
     )
     connections_per_address: int | None = key(
         None,
-        "Most open connections of one other machine; auto is a quarter of limits.connections.",
+        "Most open connections from one other machine; auto: a quarter of limits.connections.",
         low=1,
         high=1_000_000,
     )
@@ -99,7 +105,7 @@ class LimitSettings:
         65_536, "Largest schema, regex, choice or grammar of one request.", low=64, high=1_000_000
     )
     additional_properties: bool = live_key(
-        False, "Let objects of a JSON schema have keys that it does not name, where it leaves that open."
+        False, "Allow keys that a JSON schema does not name, where it has no additionalProperties."
     )
     choices: int = key(16, "Largest n (answers of one request).", low=1, high=1024)
     request_timeout: float = live_key(
@@ -117,8 +123,8 @@ class LimitSettings:
     queue: int = key(512, "Requests that may wait for a model; one more gets 429.", low=1, high=1_000_000)
     admission: Literal["queue", "slo"] = live_key(
         "queue",
-        "Refuse requests with 429 where the queue is full; with slo also those that would miss the latency "
-        "targets of their model (usage.targets).",
+        "When requests are refused with 429. queue: when the queue is full; slo: also when they would miss "
+        "the latency targets of their model (usage.targets).",
     )
     queue_per_key: int = key(
         64,
@@ -127,10 +133,10 @@ class LimitSettings:
         high=1_000_000,
     )
     stream_buffer_bytes: int = key(
-        1_000_000, "Unread bytes kept for one slow stream.", low=4096, high=1 << 30
+        1_000_000, "Most unread bytes buffered for one slow stream.", low=4096, high=1 << 30
     )
     stream_timeout: float = key(
-        60.0, "Seconds without progress until a slow stream is closed.", low=1, high=3600
+        60.0, "Seconds without progress after which a slow stream is closed.", low=1, high=3600
     )
 
 
@@ -140,25 +146,25 @@ class HubSettings:
 
     bandwidth: float | None = live_key(
         None,
-        "Most MB (10^6 bytes) a second of all downloads together; auto sets no bound.",
+        "Most MB (10^6 bytes) per second for all downloads together; auto: no limit.",
         low=0.01,
         high=100_000,
     )
-    files_at_once: int = key(4, "Files of all downloads fetched side by side.", low=1, high=64)
+    files_at_once: int = key(4, "Most files fetched at once, over all downloads.", low=1, high=64)
     pull_on_request: Literal["off", "recommended", "any"] = live_key(
         "off",
-        "Models that a request fetches by naming them: none, recommended ones, any of the hub. "
-        "The answer is 503 with the progress until one is here.",
+        "Models that a request may download by naming them: none, the recommended ones, or any on the hub. "
+        "Until the model is there, requests get 503 with the progress.",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSettings:
     level: Literal["debug", "info", "warning", "error"] = live_key(
-        "info", "Least level that the daemon log keeps."
+        "info", "Lowest level that is written to the daemon log."
     )
     file_bytes: int = key(10_000_000, "Size at which the daemon log is rotated.", low=10_000, high=1 << 40)
-    files: int = key(3, "Rotated daemon logs kept.", low=0, high=1000)
+    files: int = key(3, "Number of rotated daemon logs to keep.", low=0, high=1000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,32 +182,33 @@ class RequestSettings:
     )
     log_content: bool = live_key(
         False,
-        "Keep prompts and answers of callers without a key: this user, the panel. Keys have a setting each.",
+        "Keep prompts and answers of callers without a key (this user, the panel). Each key has its own "
+        "setting.",
     )
     content_days: float = key(
-        7.0, "Days that prompts and answers are kept, where they are.", low=0.01, high=36_500
+        7.0, "Days that prompts and answers are kept, if they are kept at all.", low=0.01, high=36_500
     )
     content_bytes: int = key(
         256_000,
-        "Most bytes kept of a prompt, of an answer and of a request; the rest is cut off.",
+        "Most bytes kept of each prompt, answer and request; the rest is cut off.",
         low=1000,
         high=1 << 26,
     )
     store: bool = live_key(
         True,
-        "Store the answers of requests that say store: true, for their callers alone; false refuses them.",
+        "Store answers to requests with store: true, for their callers only; false refuses such requests.",
     )
     stored_days: float = key(30.0, "Days that stored answers are kept.", low=0.01, high=36_500)
     stored_bytes: int = key(
         256_000_000,
-        "Bytes of all stored answers above which the oldest are deleted; besides max_bytes.",
+        "Total size of stored answers above which the oldest are deleted, in addition to max_bytes.",
         low=1_000_000,
         high=1 << 44,
     )
     batch_days: float = key(30.0, "Days that batches and their results are kept.", low=0.01, high=36_500)
     batch_bytes: int = key(
         1_000_000_000,
-        "Most bytes of batches, results included, that one key may keep; besides max_bytes.",
+        "Most bytes of batches, including results, that one key may keep, in addition to max_bytes.",
         low=100_000,
         high=1 << 44,
     )
@@ -218,7 +225,7 @@ class UsageSettings:
 
     prices: tuple[str, ...] = live_key(
         (),
-        "Prices a million tokens, as MODEL=INPUT/OUTPUT; MODEL may be a glob, and the first match counts.",
+        "Prices per million tokens, as MODEL=INPUT/OUTPUT; MODEL may be a glob, and the first match counts.",
         each=PRICE,
     )
     currency: str = live_key("USD", "Currency of prices and budgets, for display.")
@@ -235,14 +242,14 @@ class TelemetrySettings:
 
     otlp_endpoint: str = key(
         "",
-        "Collector that gets a trace of each request, by OTLP over HTTP, as http://127.0.0.1:4318; "
+        "Collector that gets a trace of each request by OTLP over HTTP, such as http://127.0.0.1:4318; "
         "empty: nothing is sent.",
         each=COLLECTOR,
     )
     otlp_headers_file: str = key(
         "",
-        "File with headers for the collector, one 'Name: value' a line, that only its owner may read; empty: "
-        "those of OTEL_EXPORTER_OTLP_HEADERS.",
+        "File with headers for the collector, one 'Name: value' per line, readable by its owner only; "
+        "empty: those of OTEL_EXPORTER_OTLP_HEADERS.",
     )
     otlp_service_name: str = key("llmbox", "Name of this service in traces.")
     trace_share: float = key(

@@ -81,7 +81,7 @@ class EngineManager:
         self._loaded: dict[str, LoadedModel] = {}
         self._loading: dict[str, _Loading] = {}
         self._failures: dict[str, str] = {}
-        self._draining = False
+        self._closed = False
         self._has_served = False
         """At least one model has been ready since the start."""
         self.admit: Callable[[EngineConfig, bool], Awaitable[EngineConfig]] = keep_config
@@ -110,7 +110,7 @@ class EngineManager:
 
         `on_request`: an inference request names it. An operator's load of the same name takes it over.
         """
-        if self._draining:
+        if self._closed:
             raise draining()
         aliases = frozenset([alias] if alias else [])
         if (loaded := self._loaded.get(config.name)) is not None:
@@ -245,11 +245,11 @@ class EngineManager:
 
     def get(self, model: str | None) -> LoadedModel:
         """Find the model for a request. Raises ApiError: 404, 400 without a name, 503 while loading or
-        draining.
+        at the end.
 
         A failed or restarting model is returned: its supervisor knows what to answer.
         """
-        if self._draining:
+        if self._closed:
             raise draining()
         name = self._only_name() if model is None else model
         found = self._find(name)
@@ -274,7 +274,7 @@ class EngineManager:
         return dict(self._failures)
 
     def readiness(self) -> Readiness:
-        if self._draining:
+        if self._closed:
             return Readiness(ready=False, cause="shutting down")
         failures = [
             ModelReadiness(name, "failed", f"{name} could not be loaded: {cause}")
@@ -320,20 +320,9 @@ class EngineManager:
 
     # ------------------------------------------------------------------ shutdown
 
-    async def drain(self, timeout: float) -> None:  # noqa: ASYNC109 - part of the meaning: then streams are failed
-        """Refuse new requests and wait for the open ones. After `timeout` seconds they end with an error."""
-        self._draining = True
-        waits = [asyncio.create_task(m.supervisor.idle()) for m in self._loaded.values()]
-        if waits:
-            _, pending = await asyncio.wait(waits, timeout=timeout)
-            for wait in pending:
-                wait.cancel()
-        for model in self._loaded.values():
-            model.supervisor.fail_open("server_shutdown", "The server is shutting down.")
-
     async def close(self) -> None:
         """Stop every engine."""
-        self._draining = True
+        self._closed = True
         self._spares.close()
         if self._forgetting is not None:
             self._forgetting.cancel()

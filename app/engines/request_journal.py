@@ -209,15 +209,9 @@ class RequestJournal:
         self._interrupted: set[str] = set()
         """Requests that were in an engine that died and have not been sent to the next one yet."""
         self._detector = PoisonDetector(lambda request_id: send(AbortRequest(request_id=request_id)))
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def __len__(self) -> int:
         return len(self._open)
-
-    async def idle(self) -> None:
-        """Wait until no request is open."""
-        await self._idle.wait()
 
     # ------------------------------------------------------------------ called by the supervisor
 
@@ -231,19 +225,13 @@ class RequestJournal:
         self._open[message.request_id] = stream
         self.queue.enter(message, stream.output_ids)
         self.of_tenant[message.tenant] += 1
-        self._idle.clear()
         held = self._detector.quarantine_new(message.request_id)
         if hand_over and not held:
             self._send_requests([message.request_id])
         return stream
 
-    def abort_all(self, code: str, message: str) -> None:
-        """End every stream with this error and abort the requests in the engine."""
-        for request_id in self._open:
-            self._send(AbortRequest(request_id=request_id))
-        self.fail_all(code, message)
-
     def fail_all(self, code: str, message: str) -> None:
+        """End every stream with this error."""
         self._forget_cancelled()
         for request_id in list(self._open):
             stream = self._close(request_id)
@@ -395,6 +383,5 @@ class RequestJournal:
             if not self.of_tenant[tenant]:
                 del self.of_tenant[tenant]
         if not self._open:
-            self._idle.set()
             self._on_empty()
         return stream

@@ -145,14 +145,6 @@ class Supervisor:
         await asyncio.wait({self._task})
         self._fail_start(ApiError(503, message, code=code, type="server_error"))
 
-    def fail_open(self, code: str, message: str) -> None:
-        """End every open stream with this error and abort the requests in the engine."""
-        self._requests.abort_all(code, message)
-
-    async def idle(self) -> None:
-        """Wait until no request is open."""
-        await self._requests.idle()
-
     async def block_map(self) -> BlockMap | None:
         """Map of the KV blocks as they are now. None while the engine is not ready or too busy to answer."""
         return await self._queries.blocks.fetch() if self.state == "ready" else None

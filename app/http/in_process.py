@@ -44,7 +44,24 @@ async def call_route(
     headers = [(b"host", b"llmbox")]
     if body:
         headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    scope = {
+    question = urlencode(query or {}).encode()
+    scope = http_scope(method, path, question, headers, caller, client=client, server=("batch", None))
+    await app(scope, exchange.receive, exchange.send)
+    return exchange.answer()
+
+
+def http_scope(
+    method: str,
+    path: str,
+    query: bytes,
+    headers: list[tuple[bytes, bytes]],
+    caller: Identity,
+    *,
+    client: tuple[str, int],
+    server: tuple[str, int | None],
+) -> dict[str, Any]:
+    """Return the ASGI scope of a request without a connection, sent by `caller`."""
+    return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
@@ -52,16 +69,14 @@ async def call_route(
         "scheme": "http",
         "path": path,
         "raw_path": path.encode(),
-        "query_string": urlencode(query or {}).encode(),
+        "query_string": query,
         "root_path": "",
         "headers": headers,
         "client": client,
-        "server": ("batch", None),
+        "server": server,
         "extensions": {CALLER: caller},
         "state": {},
     }
-    await app(scope, exchange.receive, exchange.send)
-    return exchange.answer()
 
 
 class _InProcessExchange:

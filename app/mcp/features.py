@@ -47,8 +47,8 @@ class ToolApi:
 
     caller: ToolCaller
 
-    async def get(self, path: str, seconds: float | None = PATIENCE, **query: Any) -> Any:
-        return await self.caller.request("GET", path, query, None, seconds)
+    async def get(self, path: str, **query: Any) -> Any:
+        return await self.caller.request("GET", path, query, None, PATIENCE)
 
     async def post(self, path: str, body: Any, seconds: float | None = PATIENCE) -> Any:
         return await self.caller.request("POST", path, {}, body, seconds)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from llmbox.app.config.settings import Settings
 from llmbox.app.errors import ApiError
 from llmbox.app.http.app import DIALECTS, App, create_app
+from llmbox.app.http.in_process import http_scope
 from llmbox.app.http.server.middleware import RequestPacer
-from llmbox.app.http.server.request import CALLER
 from llmbox.app.lifecycle.drain import Drain
 from llmbox.app.security.security import Identity
 from support.http_app import security_in
@@ -266,22 +266,9 @@ async def serve_exchange(
     headers = [(b"host", b"127.0.0.1:8000"), (b"x-request-id", name.encode())]
     if size:
         headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % size)]
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": method,
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": query.encode(),
-        "root_path": "",
-        "headers": headers,
-        "client": ("127.0.0.1", 40_000),
-        "server": ("127.0.0.1", 8000),
-        "extensions": {CALLER: SimulatedCaller(tenant)},
-        "state": {},
-    }
+    caller = SimulatedCaller(tenant)
+    client, server = ("127.0.0.1", 40_000), ("127.0.0.1", 8000)
+    scope = http_scope(method, path, query.encode(), headers, caller, client=client, server=server)
     try:
         await application()(scope, exchange.receive, exchange.send)
     finally:

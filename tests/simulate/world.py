@@ -26,6 +26,7 @@ from llmbox.app.control.model_scheduler import ModelScheduler, SchedulerDeps
 from llmbox.app.engines import engine_process, restart_policy
 from llmbox.app.engines.eviction import MemoryRequest
 from llmbox.app.engines.manager import EngineManager
+from llmbox.app.engines.request_journal import RequestJournal
 from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError
 from llmbox.app.events import Events
@@ -54,6 +55,7 @@ from llmbox.app.util.threads import off_loop
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc import channel, client
 from llmbox.engine.ipc import spawn as spawn_module
+from llmbox.engine.ipc.messages import AbortRequest
 from llmbox.engine.kv_store import block_file, store, store_threads
 from llmbox.engine.kv_store import folder as kv_folder
 from llmbox.engine.process import engine_main
@@ -395,7 +397,21 @@ class World:
     async def _drain(self, patience: float) -> None:
         if not self.drain.draining:
             self.drain.begin()
-        await asyncio.gather(self.background.finish(self.drain, patience), self.engines.drain(patience))
+        await asyncio.gather(self.background.finish(self.drain, patience), self._end_requests(patience))
+
+    async def _end_requests(self, patience: float) -> None:
+        """Refuse new requests, wait for the open ones and end the rest, as the server does."""
+        self.engines._closed = True
+        journals = [model.supervisor._requests for model in self.engines.models()]
+        if journals:
+            waits = [asyncio.create_task(_emptied(journal)) for journal in journals]
+            _, pending = await asyncio.wait(waits, timeout=patience)
+            for wait in pending:
+                wait.cancel()
+        for journal in journals:
+            for request_id in journal._open:
+                journal._send(AbortRequest(request_id=request_id))
+            journal.fail_all("server_shutdown", "The server is shutting down.")
 
     async def _close(self) -> None:
         self.is_closing = True
@@ -465,6 +481,14 @@ class _LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._world.note_log(record)
+
+
+async def _emptied(journal: RequestJournal) -> None:
+    """Return once no request is open."""
+    if journal:
+        emptied, before = asyncio.Event(), journal._on_empty
+        journal._on_empty = lambda: (emptied.set(), before())
+        await emptied.wait()
 
 
 @cache

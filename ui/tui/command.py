@@ -39,7 +39,9 @@ SEED = 7
 @click.option("--once", is_flag=True, help="Print an overview as plain text and exit.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: print a JSON snapshot instead.")
 @click.option("--mock", is_flag=True, help="Show a demonstration with made-up data; needs no daemon.")
-@click.option("--seed", type=int, metavar="N", help=f"With --mock: which course of events (default {SEED}).")
+@click.option(
+    "--seed", type=int, metavar="N", help=f"With --mock: seed of the made-up events (default {SEED})."
+)
 @click.option("--theme", metavar="NAME", help="Color theme, remembered; `t` chooses one on the screen.")
 @click.option("--read-only", is_flag=True, help="Disable every action that changes something, and the chat.")
 @click.option(
@@ -76,7 +78,7 @@ def top(
     remote: str | None,
     key_file: Path | None,
 ) -> None:
-    """Watch this machine: devices, models, requests, memory, log; chat. `?` shows the keys."""
+    """Watch this machine: devices, models, requests, memory, log, and a chat. `?` shows the keys."""
     given = {"--once": once, "--mock": mock, "--record": record, "--replay": replay, "--remote": remote}
     _check_options({**given, "--json": as_json, "--seed": seed, "--key-file": key_file})
     if remote is not None and key_file is not None:

@@ -26,7 +26,6 @@ class Glyphs:
     bar: str = "█"
     half: str = "▒"
     rest: str = "░"
-    sparks: str = "▁▂▃▄▅▆▇█"
     dot: str = "●"
     rule: str = "─"
     more: str = "…"
@@ -44,7 +43,7 @@ class Glyphs:
 
 UNICODE: Final = Glyphs()
 ASCII: Final = Glyphs(
-    bar="#", half="+", rest=".", sparks=".:-=+*%#", dot="*", rule="-", more="~", down="in ", up="out ",
+    bar="#", half="+", rest=".", dot="*", rule="-", more="~", down="in ", up="out ",
     cursor=">", warning="!", degree="C", tick="|", side="|", corner="+", ascending="^",
     descending="v",
 )  # fmt: skip

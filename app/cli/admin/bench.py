@@ -33,23 +33,21 @@ from .bench_find import default_model, find_point, id_range, local_url, no_succe
 
 @click.command(cls=Command)
 @click.argument("model", required=False)
-@click.option(
-    "--url", metavar="URL", help="Another server, as http://host:port; default is the local daemon."
-)
+@click.option("--url", metavar="URL", help="Another server, as http://host:port; default: the local daemon.")
 @click.option("--key", metavar="KEY", envvar="LLMBOX_BENCH_KEY", default="", help="API key for --url.")
 @click.option(
     "--concurrency",
     metavar="N,N",
     default="1,4,16",
     show_default=True,
-    help="Levels to measure, comma separated.",
+    help="Numbers of concurrent requests to measure, separated by commas.",
 )
 @click.option(
     "--requests",
     "per_level",
     metavar="N",
     default=0,
-    help="Requests a level; default 4 a stream, at least 8.",
+    help="Requests per level; default: 4 for each stream, at least 8.",
 )
 @click.option("--prompt", metavar="N", default=128, show_default=True, help="Prompt tokens.")
 @click.option("--output", "output_tokens", metavar="N", default=128, show_default=True, help="Output tokens.")
@@ -58,7 +56,7 @@ from .bench_find import default_model, find_point, id_range, local_url, no_succe
     type=click.Choice(["load", *SCENARIOS, "all"]),
     default="load",
     show_default=True,
-    help="What to measure: a load, or two settings beside each other.",
+    help="What to measure: a load, or two settings against each other.",
 )
 @click.option("--scale", type=click.Choice(list(SCALES)), default="full", help="Workload size of a scenario.")
 @click.option(
@@ -75,12 +73,12 @@ from .bench_find import default_model, find_point, id_range, local_url, no_succe
     "--compare",
     "earlier",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="A file with the --json of an earlier run, to show the ratio to it.",
+    help="File with the --json output of an earlier run, to show the ratio to it.",
 )
 @click.option(
     "--profile", is_flag=True, help="Show where the time of the engine's steps goes, level by level."
 )
-@click.option("--find", is_flag=True, help="Search the most streams whose latencies stay within the targets.")
+@click.option("--find", is_flag=True, help="Find the most streams whose latencies stay within the targets.")
 @click.option(
     "--targets",
     metavar="TTFT/TPOT",
@@ -95,15 +93,15 @@ from .bench_find import default_model, find_point, id_range, local_url, no_succe
 )
 @click.option("--most", metavar="N", default=256, show_default=True, help="Most streams that --find tries.")
 @click.option(
-    "--time", "seconds", metavar="S", default=180.0, show_default=True, help="Most seconds of --find."
+    "--time", "seconds", metavar="S", default=180.0, show_default=True, help="Most seconds that --find takes."
 )
 @click.option("--write", is_flag=True, help="Write what --find found to the configuration.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def bench(program: Program, /, scenario: str, earlier: Path | None, *, find: bool, **options: Any) -> None:
     """Measure MODEL on a server: time to first token, time per token, throughput.
 
-    Without MODEL, the one in the local daemon's memory if there is just one, else the built-in one.
+    Without MODEL, measure the loaded model if there is just one, otherwise the built-in model.
 
     Scenarios other than `load` compare two settings of the local daemon: it loads MODEL once for each side,
     alternates between them round by round, and reports the ratio with its spread.

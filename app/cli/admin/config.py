@@ -35,7 +35,8 @@ def completion(context: click.Context, shell: str) -> None:
 def config() -> None:
     """Show and change settings.
 
-    They live in one TOML file. Precedence: flag, LLMBOX_SECTION_KEY, user file, system file, built-in.
+    Settings live in one TOML file. Precedence: flag, LLMBOX_SECTION_KEY variable, user file, system file,
+    default.
     """
 
 
@@ -45,7 +46,7 @@ def config() -> None:
     "--effective", is_flag=True, help="Show the values of the running daemon, including its start flags."
 )
 @click.option("--origin", is_flag=True, help="Show where each value comes from.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def show(program: Program, section: str | None, *, effective: bool, origin: bool, as_json: bool) -> None:
     """Show all settings, or those of one SECTION."""

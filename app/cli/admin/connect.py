@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 @click.argument("client", required=False, type=click.Choice([*GUIDES, "mcp"]))
 @click.argument("assistant", required=False, metavar="[ASSISTANT]", type=click.Choice(list(MCP_PROGRAMS)))
 @click.option("--model", metavar="NAME", help="Model to use; default is the first that is loaded.")
-@click.option("--write", is_flag=True, help="Merge them into the client's file; a copy of it is kept.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("-q", "--quiet", is_flag=True, help="Without CLIENT: names only. With: no hints.")
+@click.option(
+    "--write", is_flag=True, help="Merge them into the client's file; a copy of the old file is kept."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "-q", "--quiet", is_flag=True, help="Without CLIENT, print names only; with CLIENT, print no hints."
+)
 @pass_program
 def connect(
     program: Program,
@@ -39,10 +43,10 @@ def connect(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Print the settings with which CLIENT uses this daemon; without CLIENT, list the clients.
+    """Print the settings that make CLIENT use this daemon; without CLIENT, list the clients.
 
-    llmbox connect mcp ASSISTANT prints those with which an assistant manages this box by MCP; without
-    ASSISTANT, it lists the assistants.
+    llmbox connect mcp ASSISTANT prints those that let an assistant manage this box by MCP; without ASSISTANT,
+    it lists the assistants.
     """
     if client == "mcp":
         if model is not None:
@@ -242,8 +246,8 @@ LONGEST_LINE = 4_000_000
 def mcp(program: Program, *, prints: bool) -> None:
     """Serve MCP on stdin and stdout, for an assistant that manages this machine's models.
 
-    Programs start it themselves: llmbox connect mcp writes it into their settings. It acts as the local
-    user: it needs no key and has every tool. While no daemon runs, the tools answer how to start one.
+    Programs start it themselves: llmbox connect mcp writes it into their settings. It acts as the local user:
+    it needs no key and has every tool. While no daemon runs, the tools say how to start one.
     """
     from llmbox import __version__
 

@@ -128,7 +128,7 @@ MARKS = {"ok": "ok    ", "note": "note  ", "failed": "FAILED"}
 
 
 @click.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="Only findings that need attention.")
 @click.option(
     "--bundle",
@@ -171,12 +171,13 @@ def _lines(finding: "Finding") -> list[str]:
 def db() -> None:
     """Maintain the database of the request log and the telemetry history.
 
-    Serving does not depend on it: while it is damaged or locked, rows are lost and requests are answered.
+    Serving does not depend on it: while it is damaged or locked, requests are answered and their rows are
+    lost.
     """
 
 
 @db.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; only set the exit code.")
 @pass_program
 def check(program: Program, *, as_json: bool, quiet: bool) -> int:
@@ -217,7 +218,7 @@ def vacuum(program: Program) -> None:
 @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @pass_program
 def backup(program: Program, file: Path | None) -> None:
-    """Copy the database to FILE as it is now, also while the daemon writes. Prints FILE."""
+    """Copy the database to FILE as it is now, even while the daemon writes. Prints FILE."""
     path = _present(program)
     target = file or path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}.db")
     if target.exists():

@@ -69,20 +69,20 @@ class Limit(click.ParamType[float | None]):
 
 
 LIMITS = (
-    ("--rpm", "requests a minute"),
-    ("--tpm", "tokens a minute, prompts and answers together"),
-    ("--requests-day", "requests a day"),
-    ("--requests-month", "requests a month"),
-    ("--tokens-day", "tokens a day"),
-    ("--tokens-month", "tokens a month"),
+    ("--rpm", "requests per minute"),
+    ("--tpm", "tokens per minute, prompts and answers together"),
+    ("--requests-day", "requests per day"),
+    ("--requests-month", "requests per month"),
+    ("--tokens-day", "tokens per day"),
+    ("--tokens-month", "tokens per month"),
 )
-BUDGETS = (("--budget-day", "a day"), ("--budget-month", "a month"))
+BUDGETS = (("--budget-day", "per day"), ("--budget-month", "per month"))
 
 
 def limit_options(command: Any) -> Any:
     """Add the options of limits to a command. Days and months are those of UTC."""
     for flag, what in reversed(BUDGETS):
-        text = f"Most cost {what}, by usage.prices."
+        text = f"Highest cost {what}, at usage.prices."
         command = click.option(flag, type=Limit(whole=False), metavar="AMOUNT", help=text)(command)
     for flag, what in reversed(LIMITS):
         command = click.option(flag, type=Limit(), metavar="N", help=f"Most {what}.")(command)
@@ -91,9 +91,9 @@ def limit_options(command: Any) -> Any:
 
 @click.group(cls=CommandGroup)
 def key() -> None:
-    """API keys: make, list, change, rotate, revoke.
+    """Manage API keys: make, list, change, rotate, revoke.
 
-    Changes take effect at the next request, also in a running daemon.
+    Changes take effect with the next request, also in a running daemon.
     """
 
 
@@ -109,9 +109,18 @@ def key() -> None:
     help="infer uses models, read reads metrics, admin does everything. May be repeated.",
 )
 @click.option(
-    "--model", "models", metavar="NAME", multiple=True, help="Only these models; globs such as 'qwen*'."
+    "--model",
+    "models",
+    metavar="NAME",
+    multiple=True,
+    help="Allow only these models; may be globs such as 'qwen*'.",
 )
-@click.option("--expires", type=Expiry(), metavar="WHEN", help="12h, 30d, 8w, or a day: 2030-12-31.")
+@click.option(
+    "--expires",
+    type=Expiry(),
+    metavar="WHEN",
+    help="When the key expires: in 12h, 30d or 8w, or on a day such as 2030-12-31.",
+)
 @limit_options
 @click.option(
     "--priority",
@@ -121,7 +130,7 @@ def key() -> None:
     help="Priority: lower is served first, below 0 is premium (default 0).",
 )
 @click.option("--log-content", is_flag=True, help="Let the request log keep prompts and answers of this key.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def add(program: Program, /, *, as_json: bool, **fields: Any) -> None:
     """Make a key. Its secret is printed once, alone, on stdout."""
@@ -144,10 +153,10 @@ def add(program: Program, /, *, as_json: bool, **fields: Any) -> None:
 @click.option(
     "--priority", type=int, metavar="N", help="Priority: lower is served first, below 0 is premium."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def set_(program: Program, /, *, name: str, as_json: bool, **limits: Any) -> None:
-    """Change limits of a key; its secret stays. The value none takes a limit away."""
+    """Change the limits of a key; its secret stays. The value none removes a limit."""
     import msgspec
 
     from ...security.keys import KeyChange
@@ -173,7 +182,7 @@ def is_given(context: click.Context, name: str) -> bool:
 
 @key.command(cls=Command)
 @click.argument("name")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def rotate(program: Program, name: str, *, as_json: bool) -> None:
     """Give a key a new secret; the old one is refused from now on."""
@@ -209,8 +218,8 @@ def revoke(program: Program, store: "KeyStore", name: str) -> "ApiKey":
 
 
 @key.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Print names only.")
 @pass_program
 def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
     """List the keys. Secrets are not kept, so they cannot be shown.

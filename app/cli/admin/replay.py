@@ -28,12 +28,13 @@ _BAR: Final = 24
 
 @click.command(cls=Command)
 @click.argument("request_id", metavar="[ID]", required=False)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def why(program: Program, *, request_id: str | None, as_json: bool) -> None:
-    """Show where the time of a finished request went: waiting, prompt, answer, others in its steps, client.
+    """Show where the time of a finished request went: waiting, its prompt, its answer, other requests in its
+    steps, the client.
 
-    ID is the id of the answer, as in llmbox requests; without it the last request.
+    ID is the id of the answer, as in llmbox requests; default: the last request.
     """
     name = request_id or _last(program)
     answer = program.client.get(f"/admin/api/requests/{quote(name, safe='')}/why")
@@ -102,27 +103,30 @@ class BlocksParam(click.ParamType[str]):
     default="24h",
     show_default=True,
     metavar="AGE",
-    help="Requests newer than 90s, 15m, 2h or 7d.",
+    help="Only requests newer than this, such as 90s, 15m, 2h or 7d.",
 )
-@click.option("--until", type=SinceParam(), metavar="AGE", help="Requests older than that.")
+@click.option("--until", type=SinceParam(), metavar="AGE", help="Only requests older than this.")
 @click.option(
-    "--kv-blocks", type=BlocksParam(), metavar="N", help="What if: so many KV blocks, or a multiple as 2x."
+    "--kv-blocks",
+    type=BlocksParam(),
+    metavar="N",
+    help="What if: this many KV blocks, or a multiple such as 2x.",
 )
 @click.option(
     "--max-num-seqs",
     type=click.IntRange(1, 100_000),
     metavar="N",
-    help="What if: so many sequences run at once.",
+    help="What if: this many sequences at once.",
 )
 @click.option(
     "--max-batched-tokens",
     type=click.IntRange(1, 10_000_000),
     metavar="N",
-    help="What if: so many tokens a step.",
+    help="What if: this many tokens per step.",
 )
 @click.option("--no-prefix-cache", is_flag=True, help="What if: no prefix cache.")
 @click.option("--no-priorities", is_flag=True, help="What if: all priorities equal.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def replay(
     program: Program,
@@ -134,10 +138,10 @@ def replay(
     as_json: bool,
     **what_if: Any,
 ) -> None:
-    """Compute the scheduling of past requests again: steps, preemptions, evictions, waits.
+    """Simulate the scheduling of past requests: steps, preemptions, evictions, waits.
 
-    Reads the request log, whether a daemon runs or not; needs no content and sends no request. With a limit
-    it compares what that would have changed.
+    Reads the request log, whether or not a daemon runs. It needs no prompts or answers and sends no request.
+    With an option of "what if", it compares what that would have changed.
     """
     if not program.paths.request_db.exists():
         raise CliError("there is no request log", str(program.paths.request_db), "llmbox up")

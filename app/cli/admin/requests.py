@@ -31,7 +31,7 @@ _HIDDEN = {"prefix_end", "looked_up_tokens", "output_hash", "fingerprint", "cont
 @click.argument("request_id", metavar="ID")
 @click.option("--curl", "as_curl", is_flag=True, help="Print it as a curl command.")
 @click.option("--python", "as_python", is_flag=True, help="Print it as a Python program.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def show(program: Program, request_id: str, *, as_curl: bool, as_python: bool, as_json: bool) -> None:
     """Show one request, running or ended: its numbers, its tokens in the prefix cache, and prompt and answer
@@ -48,7 +48,7 @@ def show(program: Program, request_id: str, *, as_curl: bool, as_python: bool, a
 
 @click.command(cls=Command)
 @click.argument("request_id", metavar="ID")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def replay(context: click.Context, /, request_id: str, *, as_json: bool) -> None:
     """Send a request again with its seed, and compare the tokens.
@@ -78,7 +78,7 @@ def cancel(program: Program, request_id: str) -> None:
 
 
 @click.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def stored(program: Program, *, as_json: bool) -> None:
     """Show how many answers each key has stored (store: true). Only that key can read them."""
@@ -108,20 +108,20 @@ def stored(program: Program, *, as_json: bool) -> None:
     type=click.FloatRange(0, 36_500),
     default=0,
     metavar="DAYS",
-    help="Only what is older than this many days; without it everything.",
+    help="Erase only what is older than this many days; default: everything.",
 )
 @click.option(
     "--content",
     "what",
     flag_value="content",
-    help="Only prompts and answers, stored too; the rows stay.",
+    help="Erase only prompts and answers, also stored ones; the rows stay.",
 )
-@click.option("--stored", "what", flag_value="stored", help="Only stored answers.")
+@click.option("--stored", "what", flag_value="stored", help="Erase only stored answers.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object; needs --yes.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; needs --yes.")
 @pass_program
 def purge(program: Program, *, older_than: float, what: str | None, yes: bool, as_json: bool) -> None:
-    """Erase the request log and stored answers for good: overwritten, not just unlinked."""
+    """Erase the request log and stored answers for good: their bytes are overwritten, not just unlinked."""
     what = what or "requests"
     named = _NAMED[what]
     which = f"{named} older than {older_than:g} days" if older_than else f"all {named}"
@@ -220,13 +220,21 @@ class SinceParam(click.ParamType[float]):
 )
 @click.option("--errors", is_flag=True, help="Only requests that ended with an error.")
 @click.option(
-    "--since", type=SinceParam(), metavar="AGE", help="Only requests newer than 90s, 15m, 2h or 7d."
+    "--since",
+    type=SinceParam(),
+    metavar="AGE",
+    help="Only requests newer than this, such as 90s, 15m, 2h or 7d.",
 )
 @click.option(
-    "--limit", metavar="N", type=click.IntRange(1, 1000), default=20, show_default=True, help="Most rows."
+    "--limit",
+    metavar="N",
+    type=click.IntRange(1, 1000),
+    default=20,
+    show_default=True,
+    help="Most rows to show.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with -f one for each request.")
-@click.option("-q", "--quiet", is_flag=True, help="Ids only.")
+@click.option("-q", "--quiet", is_flag=True, help="Print ids only.")
 @click.pass_context
 def requests(context: click.Context, /, *, follow: bool, as_json: bool, quiet: bool, **filters: Any) -> None:
     """Read and follow the request log; show, replay, cancel or erase requests.

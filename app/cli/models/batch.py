@@ -53,19 +53,19 @@ class BatchLine:
 @click.command(cls=Command)
 @click.argument("source", metavar="INPUT", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("target", metavar="OUTPUT", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--model", metavar="MODEL", help="Model of lines that name none.")
+@click.option("--model", metavar="MODEL", help="Model for lines that name none.")
 @click.option(
     "--parallel", type=click.IntRange(1, 256), default=32, metavar="N", help="Requests at a time (32)."
 )
-@click.option("--yes", is_flag=True, help="Fetch the model without asking, if it is not on this disk.")
+@click.option("--yes", is_flag=True, help="Download the model without asking if it is not on this disk.")
 @pass_program
 def batch(
     program: Program, /, source: Path, target: Path, model: str | None, parallel: int, *, yes: bool
 ) -> int:
     """Answer a file of requests: INPUT and OUTPUT are JSON Lines, as OpenAI's batch files are.
 
-    A line is {"custom_id", "url", "body"}, or just the body of a chat, completion or embedding; its number is
-    then its id. The same command again goes on where it stopped: lines that OUTPUT has are not asked again.
+    A line is {"custom_id", "url", "body"}, or just the body of a chat, completion or embedding request; the
+    line's number is then its id. Run the same command again to resume: lines that are in OUTPUT are skipped.
     Failed lines are in OUTPUT.errors.jsonl, and the next run tries them again. Starts the daemon if it does
     not run.
     """

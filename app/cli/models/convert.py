@@ -91,18 +91,18 @@ WORST_SHOWN = 5
     "to",
     type=click.Choice((*COMPRESSED_FORMATS, *FORMATS)),
     required=True,
-    help="Format of the weights; the first four are read by vLLM and transformers too.",
+    help="Format of the weights; vLLM and transformers read the first four too.",
 )
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder to make; default is MODEL's name and the format, here.",
+    help="Folder to make; default: named after MODEL and the format, in the current folder.",
 )
 @click.option(
     "--eval",
     "text",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Measure the perplexity of this text before and after; blank lines divide it.",
+    help="Measure the perplexity of this text before and after; blank lines separate its parts.",
 )
 @click.option(
     "--calibrate",
@@ -110,9 +110,12 @@ WORST_SHOWN = 5
     help="Calibrate (GPTQ) on text that the model writes itself: slower, closer to the original.",
 )
 @click.option(
-    "--threads", metavar="N", type=click.IntRange(1, 4096), help="CPU threads; default is the physical cores."
+    "--threads",
+    metavar="N",
+    type=click.IntRange(1, 4096),
+    help="CPU threads; default: one for each physical core.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def quantize(
     program: Program,
@@ -125,10 +128,10 @@ def quantize(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Quantize the weights of MODEL to integers or FP8, into a folder that loads by itself.
+    """Quantize the weights of MODEL to integers or FP8, into a new model folder.
 
-    w4a16-g128, w4a16-g32, w8a8 and fp8 are those of compressed-tensors. The other formats hold the integers
-    that `--quant` makes at each load. --calibrate makes better ones. docs/quantization.md describes them.
+    w4a16-g128, w4a16-g32, w8a8 and fp8 are formats of compressed-tensors. The others hold the integers that
+    `--quant` makes at each load; --calibrate makes better ones. docs/quantization.md describes them all.
     """
     ref = program.resolve(model)
     short = ref.name.rpartition("/")[2].partition("@")[0]
@@ -203,17 +206,20 @@ TOKENIZER_FILES = (
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder to make; default is the file's name, here.",
+    help="Folder to make; default: named after the file, in the current folder.",
 )
 @click.option(
     "--tokenizer",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Take tokenizer and chat template of this folder instead of the file's.",
+    help="Take the tokenizer and chat template from this folder instead of the file.",
 )
 @click.option(
-    "--threads", metavar="N", type=click.IntRange(1, 4096), help="CPU threads; default is the physical cores."
+    "--threads",
+    metavar="N",
+    type=click.IntRange(1, 4096),
+    help="CPU threads; default: one for each physical core.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def import_gguf(
     program: Program,

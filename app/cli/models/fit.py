@@ -50,11 +50,11 @@ FLAGS = (
     "adapters",
     multiple=True,
     metavar="DIR",
-    help="Plan memory for this LoRA adapter too, a folder or the name of one; may be given again.",
+    help="Also plan memory for this LoRA adapter, a folder or the name of an adapter. May be repeated.",
 )
 @click.option("--probe", is_flag=True, help="Measure the memory bandwidth again.")
 @prediction_options
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def fit(
     program: Program,
@@ -69,8 +69,8 @@ def fit(
 ) -> int:
     """Show whether MODEL fits on this machine, with which context and speed; exit 5 if it does not.
 
-    MODEL is on disk or on the hub; of the latter only its config and the headers of its weights are read.
-    With --on, other GPUs are predicted from their data sheets; exit 5 if none of them would do.
+    MODEL is on disk, or on the hub, where only its config and the headers of its weights are read. With --on,
+    other GPUs are predicted from their data sheets; exit 5 if it fits on none of them.
     """
     asked = read_request(flags)
     values = {name: value for name, value in read_flags(flags).items() if name.startswith("model.")}

@@ -53,48 +53,52 @@ def prediction_options(function: F) -> F:
             click.option(
                 "--on",
                 metavar="GPU,...",
-                help="Predict these GPUs from their data sheets, such as rtx4090,h100, not this machine.",
+                help="Predict these GPUs from their data sheets instead of this machine, such as "
+                "rtx4090,h100.",
             ),
             click.option(
                 "--price",
                 "prices",
                 metavar="GPU=X,...",
-                help="With --on: price of a card an hour, for that of a million tokens.",
+                help="With --on: price of a GPU per hour, to show the price of a million tokens.",
             ),
             click.option(
                 "--prompt",
                 type=tokens,
                 metavar="N",
-                help=f"With --on: prompt tokens of a request ({usual.prompt}).",
+                help=f"With --on: prompt tokens per request ({usual.prompt}).",
             ),
             click.option(
                 "--output",
                 "output_tokens",
                 type=tokens,
                 metavar="N",
-                help=f"With --on: output tokens of a request ({usual.output}).",
+                help=f"With --on: output tokens per request ({usual.output}).",
             ),
             click.option(
-                "--plan", "as_plan", is_flag=True, help="With --on: how many GPUs --users need, line by line."
+                "--plan",
+                "as_plan",
+                is_flag=True,
+                help="With --on: show step by step how many GPUs --users need.",
             ),
             click.option(
                 "--users",
                 type=click.IntRange(1, _MOST_USERS),
                 metavar="N",
-                help="With --plan: users that are served together.",
+                help="With --plan: users that are served at the same time.",
             ),
             click.option(
                 "--requests-per-minute",
                 "per_minute",
                 type=click.FloatRange(0, 1e6, min_open=True),
                 metavar="X",
-                help="With --plan: requests of one user a minute (1).",
+                help="With --plan: requests per minute of one user (1).",
             ),
             click.option(
                 "--tpot-target",
                 type=click.FloatRange(0, 1e9, min_open=True),
                 metavar="MS",
-                help="With --plan: most milliseconds for an output token.",
+                help="With --plan: most milliseconds per output token.",
             ),
         )
     ):

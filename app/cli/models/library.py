@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 @click.option(
     "--refresh", is_flag=True, help="Without TEXT: ask the hub for sizes and licenses of these models first."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Print names only.")
 @pass_program
 def search(
     program: Program, *, text: str | None, limit: int, refresh: bool, as_json: bool, quiet: bool
 ) -> None:
     """Search the hub for models and show whether they fit this machine.
 
-    Without TEXT: recommended models by purpose, from a list inside llmbox. The hub is not contacted then,
-    unless with --refresh.
+    Without TEXT, show recommended models by purpose, from a list that comes with llmbox; the hub is then
+    contacted only with --refresh.
     """
     if text is None:
         if refresh:
@@ -146,11 +146,11 @@ def _list_recommended(program: Program, *, as_json: bool, quiet: bool) -> None:
 
 @click.command(cls=Command)
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--name", help="Name to serve a single folder under; default is the folder's.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--name", help="Name to serve a single folder under; default: the folder's name.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def adopt(program: Program, *, paths: tuple[Path, ...], name: str | None, as_json: bool) -> None:
-    """Use models where they are, without a copy.
+    """Use models where they are, without copying them.
 
     A PATH is another Hugging Face cache, a model's folder, or a folder of such folders (as LM Studio keeps
     them).
@@ -184,12 +184,13 @@ def adopt(program: Program, *, paths: tuple[Path, ...], name: str | None, as_jso
 @click.command(cls=Command)
 @click.argument("refs", nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object; needs --yes.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; needs --yes.")
 @pass_program
 def rm(program: Program, *, refs: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Delete models from this disk; org/name@revision deletes that revision only.
 
-    An adopted folder leaves the list: its files stay. What is loaded or being downloaded stays too.
+    An adopted folder only leaves the list; its files stay. Models that are loaded or being downloaded are not
+    deleted.
     """
     if not yes:
         require_consent(_what_goes(program, refs), "nothing was deleted", yes=False, as_json=as_json)
@@ -236,13 +237,15 @@ def _what_goes(program: Program, refs: Sequence[str]) -> str:
     "--prune", is_flag=True, help="Delete packed weights and KV cache of models that are gone or changed."
 )
 @click.option(
-    "--prune-all", is_flag=True, help="Delete all of both; loads pack again, prompts are computed again."
+    "--prune-all",
+    is_flag=True,
+    help="Delete all packed weights and KV cache; later loads pack again, prompts are computed again.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Print names only.")
 @pass_program
 def df(program: Program, *, prune: bool, prune_all: bool, as_json: bool, quiet: bool) -> None:
-    """Show the disk space of models, with unfinished downloads, packed weights and KV cache."""
+    """Show the disk space taken by models, unfinished downloads, packed weights and the KV cache."""
     from ...control.kv_cache import prune_kv_cache
 
     packed = packed_weights(program)

@@ -42,10 +42,10 @@ from .convert import run_job
 @model_options
 @mmproj_option
 @click.option("--ttl", type=click.FloatRange(0, 1e7), metavar="S", help="Unload after S idle seconds.")
-@click.option("--estimate-only", is_flag=True, help="Show what it would need; load nothing.")
+@click.option("--estimate-only", is_flag=True, help="Show how much memory it would need; load nothing.")
 @click.option("--wait/--no-wait", default=True, help="Wait until the model is ready (default).")
-@click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Most seconds to wait.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def load(
     program: Program,
@@ -139,7 +139,7 @@ def _post(program: Program, what: str, body: Mapping[str, Any], timeout: float =
 
 @click.command(cls=Command)
 @click.argument("model", required=False)
-@click.option("--all", "every", is_flag=True, help="All models.")
+@click.option("--all", "every", is_flag=True, help="Unload all models.")
 @pass_program
 def unload(program: Program, model: str | None, *, every: bool) -> None:
     """Unload a model from memory. Its open requests end with an error."""
@@ -152,14 +152,14 @@ def unload(program: Program, model: str | None, *, every: bool) -> None:
 
 @click.group(cls=CommandGroup)
 def lora() -> None:
-    """LoRA adapters of models."""
+    """Manage LoRA adapters of models."""
 
 
 @lora.command("add", cls=Command)
 @click.argument("name")
 @click.argument("source", metavar="DIR|REPO")
-@click.option("--base", metavar="MODEL", help="Model that it was trained on; default is the one it names.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--base", metavar="MODEL", help="Model that it was trained on; default: the one that it names.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def add(program: Program, *, name: str, source: str, base: str | None, as_json: bool) -> None:
     """Add an adapter under NAME: DIR as PEFT saves it, or REPO of the hub as org/name[@revision].
@@ -210,8 +210,8 @@ def _fetched(program: Program, name: str, source: str, base: str | None) -> Path
 
 
 @lora.command("list", cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Print names only.")
 @pass_program
 def list_(program: Program, *, as_json: bool, quiet: bool) -> None:
     """List the adapters."""
@@ -252,20 +252,20 @@ def rm(program: Program, *, name: str) -> None:
 
 @lora.command("merge", cls=Command)
 @click.argument("adapter", metavar="NAME")
-@click.option("--base", metavar="MODEL", help="Model to merge into, of an adapter that was not added.")
+@click.option("--base", metavar="MODEL", help="Model to merge into, for an adapter that was not added.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     required=True,
     help="Folder to make.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def merge(program: Program, *, adapter: str, base: str | None, out: Path, as_json: bool) -> None:
     """Merge an adapter into its base: a model folder that transformers and vLLM load too.
 
-    NAME is an adapter, or a folder of one that was not added, such as DoRA, which cannot be applied beside a
-    model. The base is a checkpoint in 16 or 32 bits.
+    NAME is an adapter, or the folder of one that was not added, such as a DoRA adapter, which cannot be
+    applied at run time. The base is a checkpoint with 16-bit or 32-bit weights.
     """
     folder, known = find_adapter(program.registry, adapter)
     from llmbox.engine.checkpoint.adapter import read_adapter
@@ -294,7 +294,7 @@ def merge(program: Program, *, adapter: str, base: str | None, out: Path, as_jso
 
 @click.group(cls=CommandGroup)
 def alias() -> None:
-    """Names and parameter variants of models."""
+    """Manage aliases: other names of models, and variants with parameters of their own."""
 
 
 @alias.command("set", cls=Command)
@@ -306,7 +306,7 @@ def set_(program: Program, *, name: str, ref: str, parameters: tuple[str, ...]) 
     """Make NAME an alias of the model REF.
 
     Parameters apply where a request does not set them: temperature, top_p, top_k, min_p, repetition_penalty,
-    and system, a system prompt. ctx bounds the context. All aliases of a model share one load.
+    and system, a system prompt. ctx limits the context. All aliases of a model share one loaded copy.
     """
     found = set_alias(
         program.registry, program.environ, name, ref, parameters, program.in_memory()
@@ -315,8 +315,8 @@ def set_(program: Program, *, name: str, ref: str, parameters: tuple[str, ...]) 
 
 
 @alias.command("ls", cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Print names only.")
 @pass_program
 def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
     """List the aliases."""

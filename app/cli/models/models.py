@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Print names only.")
 @pass_program
 def ps(program: Program, *, as_json: bool, quiet: bool) -> None:
     """List the models in memory."""
@@ -34,11 +34,11 @@ def ps(program: Program, *, as_json: bool, quiet: bool) -> None:
 
 
 @click.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Print names only.")
 @pass_program
 def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
-    """List the models on disk: built-in, in the Hugging Face cache, adopted, loaded, on their way."""
+    """List the models on disk: built-in, in the Hugging Face cache, adopted, loaded, being downloaded."""
     from ...models.catalog import describe, in_memory, on_disk
 
     loaded = _loaded(program)
@@ -106,7 +106,7 @@ def _state(model: "DiskModel", *, loaded: bool) -> str:
 @click.command(cls=Command)
 @click.argument("ref")
 @mmproj_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def show(program: Program, ref: str, mmproj: str | None, *, as_json: bool) -> None:
     """Show the details of one model, on disk and in memory."""

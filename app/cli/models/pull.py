@@ -39,7 +39,7 @@ USUAL_RATE = 10e6
 @click.option(
     "--dismiss", "act", flag_value="dismiss", help="Remove a failed or finished download from the list."
 )
-@click.option("--json", "as_json", is_flag=True, help="Events as JSON, one a line.")
+@click.option("--json", "as_json", is_flag=True, help="Print events as JSON, one per line.")
 @click.option("-q", "--quiet", is_flag=True, help="With --list: names only.")
 @pass_program
 def pull(
@@ -53,10 +53,10 @@ def pull(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Fetch a model from the hub: REF is org/name, org/name@revision, or a short name such as qwen3:4b.
+    """Download a model from the hub: REF is org/name, org/name@revision, or a short name such as qwen3:4b.
 
-    It is checked first that the model fits in memory and on the disk. The daemon fetches: Ctrl-C ends only
-    the view, and a download resumes where it was, even after a restart.
+    First it is checked that the model fits in memory and on the disk. The daemon does the download: Ctrl-C
+    only stops showing it, and an interrupted download resumes where it stopped, even after a restart.
     """
     if show_list:
         _list(program, as_json=as_json, quiet=quiet)

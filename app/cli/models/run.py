@@ -33,26 +33,29 @@ HISTORY_LINES = 1000
 @click.argument("model", required=False)
 @click.argument("prompt", nargs=-1, metavar="[PROMPT]...")
 @mmproj_option
-@click.option("--system", metavar="TEXT", help="A system message before the conversation.")
+@click.option("--system", metavar="TEXT", help="System message at the start of the conversation.")
 @click.option(
-    "--temperature", type=click.FloatRange(0, 2), metavar="X", help="0 always takes the likeliest token."
+    "--temperature",
+    type=click.FloatRange(0, 2),
+    metavar="X",
+    help="Sampling temperature; 0 always takes the most likely token.",
 )
 @click.option(
     "--top-p",
     type=click.FloatRange(0, 1, min_open=True),
     metavar="X",
-    help="Sample from the likeliest tokens that together have this probability.",
+    help="Sample from the most likely tokens that together have this probability.",
 )
-@click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Longest answer.")
+@click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Most tokens of an answer.")
 @click.option("--seed", type=int, metavar="N", help="Same seed, same answer.")
 @click.option(
     "--image",
     "images",
     multiple=True,
     metavar="FILE",
-    help="Ask about this picture (PNG, JPEG, WebP, GIF); may be given again.",
+    help="Ask about this picture (PNG, JPEG, WebP, GIF). May be repeated.",
 )
-@click.option("--yes", is_flag=True, help="Fetch the model without asking, if it is not on this disk.")
+@click.option("--yes", is_flag=True, help="Download the model without asking if it is not on this disk.")
 @pass_program
 def run(
     program: Program,
@@ -68,12 +71,12 @@ def run(
 ) -> None:
     """Chat with a model, or ask it one question with PROMPT or from stdin.
 
-    Models that see take pictures with --image. In a chat, /image FILE or a picture's path in a question adds
-    one.
+    Vision models accept pictures with --image. In a chat, add one with /image FILE or with its path in the
+    question.
 
-    MODEL may be a short name such as qwen3:4b (`llmbox search` lists them). What is not on this disk is
-    fetched first, after a question. Without MODEL: a choice of what suits this machine. Starts the daemon
-    if it does not run.
+    MODEL may be a short name such as qwen3:4b (`llmbox search` lists them). A model that is not on this disk
+    is downloaded first, after asking. Without MODEL, choose from models that suit this machine. Starts the
+    daemon if it does not run.
     """
     if model is None:
         model, yes = choose_model(program), True

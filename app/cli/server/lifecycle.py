@@ -28,7 +28,7 @@ from .daemon_starter import Started, start_daemon, wait_for_models
 
 
 @click.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; only set the exit code.")
 @pass_program
 def status(program: Program, *, as_json: bool, quiet: bool) -> int:
@@ -136,8 +136,8 @@ HURRY = 5.0
 def version(program: Program, *, check: bool, as_json: bool) -> None:
     """Print the version.
 
-    Nothing is asked of the network without --check. It asks the index that pip would ask, and prints the
-    command that upgrades this installation; it installs nothing.
+    Without --check, no network is used. With it, the package index that pip uses is asked for a newer
+    version, and the command that upgrades this installation is printed; nothing is installed.
     """
     data = {"version": __version__, "python": platform.python_version(), "packages": package_versions()}
     if not check:
@@ -162,7 +162,9 @@ def version(program: Program, *, check: bool, as_json: bool) -> None:
 
 @click.command(cls=Command)
 @click.option("--now", is_flag=True, help="Do not wait for open requests; they end with an error.")
-@click.option("--timeout", type=click.FloatRange(0), metavar="S", help="Longest wait for open requests.")
+@click.option(
+    "--timeout", type=click.FloatRange(0), metavar="S", help="Most seconds to wait for open requests."
+)
 @pass_program
 def down(program: Program, *, now: bool, timeout: float | None) -> None:
     """Let open requests finish, then stop the daemon."""
@@ -242,11 +244,11 @@ Row = Mapping[str, Any]
 @click.command(cls=Command)
 @click.option("--now", is_flag=True, help="Do not wait for open requests; they end with an error.")
 @click.option(
-    "--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait for models."
+    "--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Most seconds to wait for models."
 )
 @pass_program
 def restart(program: Program, *, now: bool, timeout: float) -> None:
-    """Stop the daemon and start it as it was: its flags, the models in memory, their pins and aliases."""
+    """Restart the daemon as it was: with its flags, its loaded models, their pins and aliases."""
     started = restart_daemon(program, now=now, timeout=timeout)
     output.say(f"The daemon (pid {started.running.pid}) is up: {started.running.url}/v1")
 

@@ -76,7 +76,7 @@ FOLLOW_INTERVAL = 0.2
     metavar="N",
     default=100,
     show_default=True,
-    help="Last lines shown.",
+    help="Number of last lines to show.",
 )
 @click.option(
     "--component", metavar="NAME", help="Only one component: daemon, engines, http, gateway, store…"

@@ -20,13 +20,13 @@ _address = click.option(
 )
 _name = click.option("--name", default="llmbox", metavar="NAME", help="Name of the application.")
 _timeout = click.option(
-    "--timeout", type=click.FloatRange(0), default=60.0, metavar="S", help="Longest wait."
+    "--timeout", type=click.FloatRange(0), default=60.0, metavar="S", help="Most seconds to wait."
 )
 
 
 @click.group(cls=CommandGroup)
 def ray() -> None:
-    """Replicas of a model under Ray Serve."""
+    """Run replicas of a model under Ray Serve."""
 
 
 @ray.command("deploy", cls=Command)
@@ -34,14 +34,26 @@ def ray() -> None:
 @model_options
 @_address
 @_name
-@click.option("--replicas", type=click.IntRange(1), default=1, metavar="N", help="Replicas, or the fewest.")
+@click.option(
+    "--replicas",
+    type=click.IntRange(1),
+    default=1,
+    metavar="N",
+    help="Number of replicas; with --max-replicas, the fewest.",
+)
 @click.option("--max-replicas", type=click.IntRange(1), default=1, metavar="N", help="Scale up to N.")
-@click.option("--target", type=click.FloatRange(1), default=16.0, metavar="N", help="Requests a replica.")
-@click.option("--cpus", type=click.FloatRange(0), default=1.0, metavar="N", help="CPU cores of a replica.")
-@click.option("--gpus", type=click.FloatRange(0), default=0.0, metavar="N", help="GPUs of a replica.")
+@click.option(
+    "--target",
+    type=click.FloatRange(1),
+    default=16.0,
+    metavar="N",
+    help="Open requests per replica that scaling aims at.",
+)
+@click.option("--cpus", type=click.FloatRange(0), default=1.0, metavar="N", help="CPU cores per replica.")
+@click.option("--gpus", type=click.FloatRange(0), default=0.0, metavar="N", help="GPUs per replica.")
 @click.option("--host", default="127.0.0.1", metavar="HOST", help="Address that Serve listens on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, metavar="PORT", help="Port of Serve.")
-@click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait.")
+@click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Most seconds to wait.")
 @pass_program
 def deploy(
     program: Program,
@@ -63,7 +75,7 @@ def deploy(
 ) -> int:
     """Deploy MODEL, with the HTTP API at --host and --port. The same command again replaces it.
 
-    Every box needs the model at the same path, and `llmbox[ray]` of the same version.
+    Every machine needs the model at the same path, and the same version of `llmbox[ray]`.
     """
     from dataclasses import replace
 
@@ -96,7 +108,7 @@ def deploy(
 @ray.command("status", cls=Command)
 @_address
 @_timeout
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def status(_program: Program, /, address: str, timeout: float, *, as_json: bool) -> int:
     """Show the applications, their deployments and replicas; exit 3 where no Ray answers."""

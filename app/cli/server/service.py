@@ -47,7 +47,7 @@ def scope_option(function: F) -> F:
         "--system/--user",
         "system",
         default=None,
-        help="For the machine, or for you alone; default is what you are.",
+        help="For the machine, or for this user only; default: the machine for root, otherwise the user.",
     )(function)
 
 
@@ -95,7 +95,7 @@ def install(program: Program, *, system: bool | None, only_print: bool) -> None:
 
 @service.command(cls=Command)
 @scope_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; only set the exit code.")
 @pass_program
 def status(program: Program, *, system: bool | None, as_json: bool, quiet: bool) -> int:
@@ -225,13 +225,15 @@ class UninstallItem:
 
 @click.command(cls=Command)
 @click.option(
-    "--models", is_flag=True, help="Also the models in the Hugging Face cache, which others may use."
+    "--models",
+    is_flag=True,
+    help="Also delete the models in the Hugging Face cache, which other programs may use.",
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object; needs --yes.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; needs --yes.")
 @pass_program
 def uninstall(program: Program, *, models: bool, yes: bool, as_json: bool) -> None:
-    """Remove settings, keys, logs, caches and services of llmbox. Models stay without --models.
+    """Remove settings, keys, logs, caches and services of llmbox. Models stay, unless --models is given.
 
     Remove the program itself with the tool that installed it.
     """

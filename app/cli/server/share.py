@@ -40,17 +40,17 @@ START_TIMEOUT = 600.0
 
 
 @click.command(cls=Command)
+@click.option("--off", is_flag=True, help="Undo it: restore the settings and revoke the key that it made.")
 @click.option(
-    "--off", is_flag=True, help="Undo it: the settings as before, and the key that it made revoked."
+    "--address", metavar="ADDR", help="Listen on this address only; default: all addresses of the machine."
 )
-@click.option("--address", metavar="ADDR", help="Listen on this address of the machine alone; default: all.")
 @click.option(
     "--key",
     "key_name",
     default="lan",
     show_default=True,
     metavar="NAME",
-    help="Key for the other devices; made if there is none of that name.",
+    help="Key for the other devices; it is made if it does not exist.",
 )
 @click.option(
     "--tls/--no-tls",
@@ -58,8 +58,10 @@ START_TIMEOUT = 600.0
     help="Encrypt with HTTPS (default), or send keys in the clear and print no sign-in link.",
 )
 @click.option("--mdns/--no-mdns", default=None, help="Announce the box on the network; default: no.")
-@click.option("--yes", is_flag=True, help="Do not ask: HTTPS, no announcement, restart the daemon.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option(
+    "--yes", is_flag=True, help="Do not ask: use HTTPS, do not announce the box, restart the daemon."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def share(
     program: Program,

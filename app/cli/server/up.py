@@ -45,10 +45,10 @@ def sign_in_link(program: Program) -> str:
 )
 @mmproj_option
 @click.option("--wait/--no-wait", default=True, help="Wait until the models are ready (default).")
-@click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Longest wait.")
-@click.option("--yes", is_flag=True, help="Fetch models that are not on this disk without asking.")
+@click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Most seconds to wait.")
+@click.option("--yes", is_flag=True, help="Download models that are not on this disk without asking.")
 @click.option("--open", "open_panel", is_flag=True, help="Open the panel in the browser, signed in.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def up(
     program: Program,
@@ -68,7 +68,7 @@ def up(
     """Start the daemon in the background and wait until it is ready.
 
     A second start changes nothing. A MODEL is builtin, a directory, org/name, or a short name such as
-    qwen3:4b; one that is not on this disk is fetched first, after a question.
+    qwen3:4b; a model that is not on this disk is downloaded first, after asking.
     """
     given_flags = read_flags(flags)
     alias = checked_alias(alias)

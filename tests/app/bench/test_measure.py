@@ -17,9 +17,7 @@ from llmbox.app.bench.measure import BenchRun, percentile, ratio, summarise
 
 
 def sample(start: float, times: list[float]) -> RequestTiming:
-    return RequestTiming(
-        wanted_tokens=len(times), started=start, token_times=times, tokens=len(times), prompt_tokens=5
-    )
+    return RequestTiming(started=start, token_times=times, tokens=len(times), prompt_tokens=5)
 
 
 def test_percentiles_are_values_that_were_measured():
@@ -41,7 +39,7 @@ def test_ratios_are_taken_round_by_round():
 async def test_a_run_ends_with_its_last_answer_and_not_when_that_is_read(monkeypatch, error, seconds):
     async def complete(target, prompt, most):
         clock.perf_counter = lambda: 9.0
-        return RequestTiming(wanted_tokens=most, ended=0.0 if error else 5.0, error=error)
+        return RequestTiming(ended=0.0 if error else 5.0, error=error)
 
     clock = SimpleNamespace(perf_counter=lambda: 1.0)
     monkeypatch.setattr(measure, "complete", complete)
@@ -51,7 +49,7 @@ async def test_a_run_ends_with_its_last_answer_and_not_when_that_is_read(monkeyp
 
 
 def test_summary_counts_only_what_succeeded():
-    failed = RequestTiming(wanted_tokens=4, error="HTTP 429")
+    failed = RequestTiming(error="HTTP 429")
     done = BenchRun(
         [(BenchRequest([1], 3), sample(0.0, [0.5, 0.6, 0.8])), (BenchRequest([1], 4), failed)], seconds=2.0
     )

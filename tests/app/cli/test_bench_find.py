@@ -25,7 +25,7 @@ def served(monkeypatch):
     """Each stream takes 10 ms a token more than the one before."""
 
     async def complete(server, prompt, most):
-        return RequestTiming(wanted_tokens=most, started=1.0, ended=2.0)
+        return RequestTiming(started=1.0, ended=2.0)
 
     async def measure_point(server, prompts, spec, streams, seconds, spread):
         assert spread == 1.0
@@ -118,7 +118,7 @@ def test_a_search_that_time_ended_writes_nothing(call, monkeypatch):
 
 def test_a_model_that_is_loading_is_waited_for_by_the_user(call, monkeypatch):
     async def loading(server, prompt, most):
-        return RequestTiming(wanted_tokens=most, error='HTTP 503: {"error":{"code":"model_loading"}}')
+        return RequestTiming(error='HTTP 503: {"error":{"code":"model_loading"}}')
 
     monkeypatch.setattr(bench_find, "complete", loading)
     assert "llmbox ps says when it is ready" in find(call, "--targets", "800/50").err

@@ -35,7 +35,7 @@ def error_of(paths: Paths, environ=None, flags=None) -> CliError:
 @pytest.mark.parametrize("name", schema())
 def test_every_key_is_documented_and_its_default_is_valid(name: str):
     row = schema()[name]
-    assert row.doc[0].isupper() or row.doc.startswith("static")
+    assert row.doc[0].isupper()
     assert row.doc.endswith(".")
     assert check_value(row, row.default, "default") == row.default
 

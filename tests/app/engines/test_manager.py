@@ -11,7 +11,7 @@ import pytest
 from llmbox.app.engines.manager import EngineManager
 from llmbox.app.errors import ApiError
 from llmbox.engine.errors import ModelError
-from support.engines import assert_undisturbed, config, is_running, read, request, until
+from support.engines import config, is_running, read, request, until
 from support.fake_engine import FakeOptions, fake_launch
 
 
@@ -218,25 +218,17 @@ async def test_names_mean_one_model(tmp_path):
             await manager.load(config(tmp_path / "elsewhere", "a"))
 
 
-async def test_drain_lets_streams_finish_and_refuses_new_ones(tmp_path):
-    async with managing() as manager:
-        model = await manager.load(config(tmp_path, step_delay=0.005))
-        stream = model.supervisor.submit(request(1))
-        draining = asyncio.create_task(manager.drain(20.0))
-        await asyncio.sleep(0)
-        assert refusal(manager, "fake")[:2] == (503, "draining")
-        assert readiness(manager) == (False, "shutting down")
-        await assert_undisturbed([stream])
-        await draining
-
-
-async def test_drain_ends_what_takes_too_long_with_an_error(tmp_path):
+async def test_closing_ends_open_streams_and_refuses_new_requests(tmp_path):
     async with managing() as manager:
         model = await manager.load(config(tmp_path, step_delay=0.01))
         stream = model.supervisor.submit(request(1, 4000))
-        await manager.drain(0.1)
+        closing = asyncio.create_task(manager.close())
+        await asyncio.sleep(0)
+        assert refusal(manager, "fake")[:2] == (503, "draining")
+        assert readiness(manager) == (False, "shutting down")
         _, last = await read(stream)
         assert (last.finish_reason, last.error_code) == ("error", "server_shutdown")
+        await closing
 
 
 async def test_a_failed_engine_can_be_loaded_again(tmp_path):

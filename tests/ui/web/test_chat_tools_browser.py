@@ -90,7 +90,7 @@ def test_a_program_is_added_with_a_yes_and_its_calls_are_confirmed_then_trusted(
     form.get_by_text("A program on this box").click()
     form.get_by_label("Name", exact=True).fill("box")
     form.get_by_label("Program", exact=True).fill(sys.executable)
-    form.get_by_label("Arguments, one a line").fill(mcp_server.__file__)
+    form.get_by_label("Arguments, one per line").fill(mcp_server.__file__)
     form.get_by_role("button", name="Add and allow").click()
     page.get_by_text("Confirm that").wait_for()
     window.problems.clear()  # the browser's line about the status 400

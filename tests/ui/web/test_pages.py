@@ -499,7 +499,7 @@ def test_an_adapter_on_its_way_from_the_hub_shows_its_progress_and_is_cancelled(
             adding = pool.submit(signed_in.post, f"{address}/add", data=form, headers=fragment)
             until(lambda: shown("from org/pirate", " kB of 131.4 kB", "downloading", "Cancel"))
             again = signed_in.post(f"{address}/add", data=form, headers=fragment)
-            assert (again.status_code, "on its way from the hub" in again.text) == (409, True)
+            assert (again.status_code, "being downloaded from the hub" in again.text) == (409, True)
             ended = signed_in.post(f"{address}/cancel", data=form, headers=fragment)
             assert ended.status_code == 200
             told = adding.result(PATIENCE)

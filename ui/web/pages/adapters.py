@@ -78,12 +78,12 @@ async def add(request: PanelRequest) -> Response[str]:
     fetches, fetch = control.library.adapter_fetches, None
     if is_from_hub(source):
         if name in fetches:
-            raise ApiError(409, f"{name} is on its way from the hub.", "name_in_use")
+            raise ApiError(409, f"{name} is being downloaded from the hub.", "name_in_use")
         fetch = fetches[name] = AdapterFetch(name, source)
     try:
         found = await in_thread(lambda: _add(control, name, source, base or None, fetch), "llmbox-adapter")
     except DownloadStopped:
-        kept = "What was fetched stays in the hub's cache, and the next try goes on from there."
+        kept = "What was downloaded stays in the hub's cache, and the next try resumes from there."
         return done(request, BACK, f"{name} was not added: its download was cancelled. {kept}")
     except CliError as error:
         fix = f". {error.fix}" if error.fix else ""
@@ -98,7 +98,7 @@ async def cancel(request: PanelRequest) -> Response[str]:
     name = (await form_of(request)).get("name", "")
     fetch = panel_of(request).control.library.adapter_fetches.get(name)
     if fetch is None or fetch.is_here:
-        raise ApiError(404, f"{name} is not on its way from the hub.", "adapter_not_found")
+        raise ApiError(404, f"{name} is not being downloaded from the hub.", "adapter_not_found")
     fetch.stop.set()
     return done(request, BACK, f"The download of {name} ends.")
 

@@ -126,13 +126,13 @@ def _allow(record: RequestRecord, _: ModelStatus | None) -> list[Remedy]:
 
 HELP: Final = {
     "rate_limit_exceeded": ErrorHelp(
-        "The key reached its limit of requests or tokens a minute.",
+        "The key reached its limit of requests or tokens per minute.",
         "Let the client wait as Retry-After says, or raise the limit.",
         lambda record, _: _key(record, "--rpm N --tpm N"),
     ),
     "insufficient_quota": ErrorHelp(
         "The key used up a quota or budget of its day or month.",
-        "Days begin anew at 00:00 UTC, months on the 1st. Wait for that, or raise the quota.",
+        "Days begin at 00:00 UTC, months on the 1st. Wait until then, or raise the quota.",
         lambda record, _: _key(record, "--tokens-day N --tokens-month N"),
     ),
     "queue_full": ErrorHelp(
@@ -158,12 +158,12 @@ HELP: Final = {
     ),
     "model_load_failed": ErrorHelp(
         "The model's last load failed.",
-        "The log has the reason; load it again once that is mended.",
+        "The log has the reason; load it again once that is fixed.",
         _read_log,
     ),
     "model_unloaded": ErrorHelp("The model was unloaded.", "Load it again.", _keep),
     "model_evicted": ErrorHelp(
-        "The model left memory for another one.",
+        "The model was evicted for another one.",
         "Load it and pin it, or raise the memory of all models.",
         _keep,
     ),
@@ -183,7 +183,7 @@ HELP: Final = {
     "model_not_allowed": ErrorHelp("The key may not use that model.", "Use a key that may.", _allow),
     "engine_failed": ErrorHelp(
         "The model's engine had died five times in a minute.",
-        "The log has the reason; load the model again once that is mended.",
+        "The log has the reason; load the model again once that is fixed.",
         _read_log,
     ),
     "engine_error": ErrorHelp("The engine failed on this request.", "The log has the reason.", _read_log),
@@ -202,7 +202,7 @@ HELP: Final = {
     ),
     "draining": ErrorHelp("The daemon was shutting down.", "Send the request again."),
     "request_cancelled": ErrorHelp(
-        "Somebody at the box cancelled the request.", "Send it again if that was wrong."
+        "Somebody cancelled the request at this box.", "Send it again if that was wrong."
     ),
     "client_disconnected": ErrorHelp(
         "The client closed its connection before the answer was complete.",

@@ -26,14 +26,14 @@ ORIGINS = {"default": "built in", "user": "your file", "system": "the system's f
 SECTION_TITLES = {
     "server": ("Access and start", "Addresses, who may connect, what is loaded at start"),
     "usage": ("Prices and targets", "Costs, budgets and goodput on the overview"),
-    "model": ("Model defaults", "How models are loaded where a load does not say otherwise"),
+    "model": ("Model defaults", "How models are loaded, unless a load says otherwise"),
     "memory": ("Memory", "How much models may take, and how long they stay"),
     "hub": ("Downloads", "Bandwidth, and models that requests may fetch"),
     "requests": ("Request log and kept data", "What is kept, and for how long"),
-    "telemetry": ("Traces", "A collector of yours that gets the spans of requests; none by default"),
+    "telemetry": ("Traces", "Your collector for the spans of requests; none by default"),
     "limits": ("Limits of requests", "Sizes, time limits, connections and queues"),
     "log": ("Daemon log", "Level, size and number of files"),
-    "cache": ("Packed weights on disk", "Disk that loads are sped up with"),
+    "cache": ("Packed weights on disk", "Disk space that makes loads faster"),
 }
 """Title and description by section of the file, in the order of the page."""
 TITLES = {
