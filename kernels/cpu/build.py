@@ -13,6 +13,7 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -114,19 +115,22 @@ def compile_library(
     def compile_one(sources: list[Path], to: Path) -> None:
         whole = to.with_suffix(".cpp")
         whole.write_text("".join(f'#include "{source}"\n' for source in sources))
-        run([*common, "-c", str(whole), "-o", str(to)], level, timeout)
+        run([*common, "-c", str(whole), "-o", str(to)], level, timeout, lifeline)
 
     from concurrent.futures import ThreadPoolExecutor, as_completed  # noqa: PLC0415 - seldom needed, slow
 
     workers = ThreadPoolExecutor(len(parts))
+    lifeline, held = os.pipe()
     try:
         work = [workers.submit(compile_one, *each) for each in zip(parts, objects, strict=True)]
         for done, each in enumerate(as_completed(work), start=1):
             each.result()
             progress(done, steps)
+        run([*common, "-shared", *map(str, objects), *link, "-o", str(path)], level, timeout, lifeline)
     finally:
+        os.close(held)  # after an error or an interrupt: the compilers that still run end now
         workers.shutdown(cancel_futures=True)
-    run([*common, "-shared", *map(str, objects), *link, "-o", str(path)], level, timeout)
+        os.close(lifeline)
     progress(steps, steps)
 
 
@@ -144,16 +148,27 @@ def split_sources(count: int) -> list[list[Path]]:
     return [part for part in parts if part]
 
 
-def run(command: list[str], level: Level, timeout: float) -> None:
+END_WITH_LIFELINE = """
+exec 3<&0
+"$@" 3<&- & compiler=$!
+{ read -r _ <&3; kill -KILL 0; } & guard=$!
+wait $compiler; status=$?
+kill $guard
+exit $status
+"""
+"""Shell script: run a command in the background, and kill the group once standard input ends."""
+
+
+def run(command: list[str], level: Level, timeout: float, lifeline: int) -> None:
+    """Run a compiler with its subprocesses as one process group: they end by the timeout, or as soon as the
+    other end of the pipe `lifeline` is closed, also by the death of this process.
+
+    A compiler is a driver that starts others, which would compute for minutes after the driver was killed.
+
+    Raises NativeUnavailable, or OSError if the disk is full.
+    """
     try:
-        done = subprocess.run(  # noqa: S603 - the user's own compiler
-            command,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-            env={**os.environ, "LC_ALL": "C"},
-        )
+        done = run_in_group(command, timeout, lifeline)
     except subprocess.TimeoutExpired:
         raise NativeUnavailable(
             f"{command[0]} did not finish the kernels for {level.name} in {timeout:.0f} s"
@@ -165,6 +180,25 @@ def run(command: list[str], level: Level, timeout: float) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
         raise NativeUnavailable(f"{command[0]} cannot compile the kernels for {level.name}: {first}")
+
+
+def run_in_group(command: list[str], timeout: float, lifeline: int) -> subprocess.CompletedProcess[str]:
+    """Return what the command printed and its status. Raises OSError and subprocess.TimeoutExpired."""
+    with subprocess.Popen(  # noqa: S603 - the user's own compiler
+        ["/bin/sh", "-c", END_WITH_LIFELINE, "sh", *command],
+        stdin=lifeline,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "LC_ALL": "C"},
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 log = logging.getLogger(__name__)

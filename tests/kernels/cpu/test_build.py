@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +142,58 @@ def test_processes_that_build_at_once(tiny: Path) -> None:
     children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert [child.communicate(timeout=300)[0] for child in children] == ["42\n"] * 3
     assert sorted(path.suffix for path in tiny.iterdir()) == [".lock", ".so"]
+
+
+COMPILER_THAT_STARTS_ANOTHER = """#!/bin/sh
+[ "$1" = --version ] && exec echo 1
+sleep 1000 & echo $! > {pids}.new && mv {pids}.new {pids}
+wait
+"""
+
+
+@pytest.fixture
+def inner_compiler(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that starts another program and waits for it, as c++ does; where it writes that one's id."""
+    pids, compiler = tmp_path / "pid", tmp_path / "driver"
+    compiler.write_text(COMPILER_THAT_STARTS_ANOTHER.format(pids=pids))
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    return pids
+
+
+def is_gone(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_compilers_end_with_the_process_that_started_them(inner_compiler: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-P", "-c", BUILD, str(build.SOURCES)])
+    until(inner_compiler.exists)
+    child.kill()
+    child.wait()
+    until(lambda: is_gone(int(inner_compiler.read_text())))
+
+
+def test_compilers_end_by_the_timeout(inner_compiler: Path, tmp_path: Path) -> None:
+    with pytest.raises(build.NativeUnavailable, match="did not finish"):
+        build.compile_library(build.find_compiler(), LEVEL, tmp_path / "made.so", timeout=2)
+    if inner_compiler.exists():  # else the compiler was ended before it got so far
+        until(lambda: is_gone(int(inner_compiler.read_text())))
+
+
+def test_compilers_end_by_an_interrupt(
+    inner_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("concurrent.futures.as_completed", lambda _work: interrupt_once_begun(inner_compiler))
+    with pytest.raises(KeyboardInterrupt):
+        build.compile_library(build.find_compiler(), LEVEL, tmp_path / "made.so")
+    until(lambda: is_gone(int(inner_compiler.read_text())))
+
+
+def interrupt_once_begun(pids: Path) -> Iterator[Any]:
+    until(pids.exists)
+    raise KeyboardInterrupt
+    yield
 
 
 def test_a_source_that_does_not_compile_names_the_error(tiny: Path) -> None:
