@@ -33,7 +33,9 @@ def test_odd_shapes_stay_inside_their_buffers(level: Level) -> None:
         raise
     if done.stdout != "clean\n":
         told = run(level)
-        pytest.fail(f"ended with {done.returncode}\n{done.stderr[-2000:]}\n{told.stdout}{told.stderr[-4000:]}")
+        pytest.fail(
+            f"ended with {done.returncode}\n{done.stderr[-2000:]}\n{told.stdout}{told.stderr[-4000:]}"
+        )
 
 
 def run(level: Level, more: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
