@@ -16,6 +16,9 @@ import torch
 
 from support.lanes import NIGHTLY
 
+CONSTANTS, CONSTANT_BYTES = 4096, 16 << 10
+"""Most tensors of constants that are kept, and the size of the largest."""
+
 
 def turn_on() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -192,7 +195,9 @@ def quicken_operands(interpreter: Any) -> None:
         if not named and (constant := constants.get(key)) is not None:
             return (tensor, constant) if place else (constant, tensor)
         pair = match(lhs, rhs, *flags, **named)
-        if not named and pair[1 - place] is tensor:
+        if not named and pair[1 - place] is tensor and pair[place].handle.data.nbytes <= CONSTANT_BYTES:
+            if len(constants) == CONSTANTS:
+                constants.clear()
             constants[key] = pair[place]
         return pair
 
