@@ -167,7 +167,7 @@ def quicken_operands(interpreter: Any) -> None:
     """Match the operands of an operation at once where Triton would leave them as they are, and make a number
     the same tensor of constants whenever it meets a type again.
 
-    Of the interpreter's own semantic: what is compiled for GPUs takes Triton's way.
+    Only the interpreter's own semantic is patched: what is compiled for GPUs takes Triton's way.
     """
     from triton.language import core
 
@@ -177,6 +177,8 @@ def quicken_operands(interpreter: Any) -> None:
 
     def match_quickly(lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
         """`flags`: may the first, may the second be a pointer; are types promoted; is it a division."""
+        if named:
+            return match(lhs, rhs, *flags, **named)
         if isinstance(lhs, core.tensor):
             if isinstance(rhs, core.tensor):
                 kind, other = lhs.type.scalar, rhs.type.scalar
@@ -185,17 +187,17 @@ def quicken_operands(interpreter: Any) -> None:
                         return broadcast_quickly(lhs, rhs)
                 elif kind.name == other.name and (kind.name not in {"fp16", "bf16"} or len(flags) < 4):
                     return broadcast_quickly(lhs, rhs)
-                return match(lhs, rhs, *flags, **named)
+                return match(lhs, rhs, *flags)
             tensor, number, place = lhs, rhs, 1
         elif isinstance(rhs, core.tensor):
             tensor, number, place = rhs, lhs, 0
         else:
-            return match(lhs, rhs, *flags, **named)
+            return match(lhs, rhs, *flags)
         key = (tensor.type.name, number, type(number), place, flags)
-        if not named and (constant := constants.get(key)) is not None:
+        if (constant := constants.get(key)) is not None:
             return (tensor, constant) if place else (constant, tensor)
-        pair = match(lhs, rhs, *flags, **named)
-        if not named and pair[1 - place] is tensor and pair[place].handle.data.nbytes <= CONSTANT_BYTES:
+        pair = match(lhs, rhs, *flags)
+        if pair[1 - place] is tensor and pair[place].handle.data.nbytes <= CONSTANT_BYTES:
             if len(constants) == CONSTANTS:
                 constants.clear()
             constants[key] = pair[place]
