@@ -47,6 +47,7 @@ def compile_program(driver: Path, flags: tuple[str, ...], sources: Path = build.
 
 KEEPING = """\
 #!/bin/sh
+before= source= made=
 for each in "$@"; do
   case $before in -c) source=$each ;; -o) made=$each ;; esac
   before=$each

@@ -45,7 +45,7 @@ class Panel:
 
     @cached_property
     def cookie(self) -> dict[str, str | bool]:
-        """That of a sign-in, as a browser keeps it."""
+        """Cookie of a sign-in, as a browser keeps it."""
         with closing(self.sign_in()) as client:
             ((name, value),) = client.cookies.items()
         return {"name": name, "value": value, "url": self.url, "httpOnly": True, "sameSite": "Strict"}
