@@ -20,7 +20,7 @@ test: .venv/dev ## the whole suite, on three processes
 
 # Which files those are: tests/support/lanes.py.
 test-fast: .venv/dev ## unit tests without processes, whole engines and screens: at every save
-	LLMBOX_TEST_LANE=fast $(BIN)/pytest -q -n 2 --dist worksteal $(ARGS)
+	LLMBOX_TEST_LANE=fast $(BIN)/pytest -q -n 3 --dist worksteal $(ARGS)
 
 # A wheel in new environments, of the pinned and of the lowest versions: every command, every dialect, every page.
 test-installed: .venv/dev ## wheels in new environments: every command, dialect and page

@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("property")
-    other_lanes = [name for name, out in (("nightly", not NIGHTLY), ("process", FAST)) if out]
+    other_lanes = [name for name, out in (("nightly", not NIGHTLY), ("process", FAST), ("slow", FAST)) if out]
     left_out = [item for item in items if any(map(item.get_closest_marker, other_lanes))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

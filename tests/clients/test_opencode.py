@@ -16,7 +16,7 @@ VERSION = "1.18.33"
 
 @pytest.fixture(scope="module")
 def opencode() -> Path:
-    return npm_program("opencode-ai", VERSION, "opencode")
+    return npm_program("opencode-ai", VERSION, "opencode", quicker="Pi")
 
 
 def ask(opencode: Path, box: Box) -> list[str]:

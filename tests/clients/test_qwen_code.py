@@ -16,7 +16,7 @@ VERSION = "0.24.4"
 
 @pytest.fixture(scope="module")
 def qwen() -> Path:
-    return npm_program("@qwen-code/qwen-code", VERSION, "qwen")
+    return npm_program("@qwen-code/qwen-code", VERSION, "qwen", quicker="Pi")
 
 
 @pytest.mark.parametrize("context", [80_000, 200_000])

@@ -64,6 +64,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
     assert metrics.banned_beginnings() == []
 
 
+@pytest.mark.slow
 def test_repetitions_do_not_grow():
     assert metrics.duplicated_lines() <= DUPLICATED_TODAY, "share a function, or repeat less"
 

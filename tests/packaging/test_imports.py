@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("app", "engine", "kernels", "ui", "migrations")
 OURS = {"llmbox"}

@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from sqlalchemy import text
 
 from llmbox.app.lifecycle.program import Program
@@ -20,6 +21,7 @@ def load_pictures():
     return module
 
 
+@pytest.mark.slow
 def test_a_week_of_requests_and_telemetry_is_seeded(tmp_path):
     load_pictures().seed(tmp_path, time.time())
     database = open_database(Program(data_dir=tmp_path).paths.request_db)

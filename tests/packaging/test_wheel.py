@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import shlex
 import subprocess
 import sys
 import tarfile
@@ -13,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.kernels.cpu.build import find_compiler, prebuilt_path
+from llmbox.kernels.cpu.build import prebuilt_path
 from llmbox.kernels.cpu.isa import LEVELS
+from support.compiled_programs import keeping_compiler
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("app", "engine", "kernels", "ui", "migrations")
@@ -57,11 +57,9 @@ def metadata(wheel: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """With kernels that were compiled without optimization, which takes a third of the time."""
+    """With kernels that were compiled without optimization, maybe in an earlier run."""
     folder = tmp_path_factory.mktemp("wheel")
-    compiler = folder / "c++"
-    compiler.write_text(f'#!/bin/sh\nexec {shlex.join(find_compiler())} "$@" -O0\n')
-    compiler.chmod(0o755)
+    compiler = keeping_compiler(folder / "c++", LEVELS[-1])
     return build("wheel", ROOT, folder, kernels="portable", CXX=str(compiler))
 
 

@@ -3,13 +3,14 @@
 import contextlib
 import hashlib
 import os
+import shlex
 import subprocess
 import time
 from functools import cache
 from pathlib import Path
 
 from llmbox.kernels.cpu import build
-from llmbox.kernels.cpu.isa import KERNEL_CACHE
+from llmbox.kernels.cpu.isa import KERNEL_CACHE, Level
 from support.lanes import NIGHTLY
 
 KEPT_S = 7 * 24 * 3600
@@ -29,8 +30,7 @@ def compile_program(driver: Path, flags: tuple[str, ...], sources: Path = build.
     beside = [path for path in driver.parent.iterdir() if path.suffix in {".h", ".cpp"}]
     for path in sorted([*beside, *(path for path in sources.rglob("*") if path.is_file())]):
         digest.update(f"\0{path}\0".encode() + path.read_bytes())
-    folder = Path(os.environ[KERNEL_CACHE]) / "programs"
-    build.private_folder(folder)
+    folder = _folder()
     program = folder / f"{driver.stem}-{digest.hexdigest()[:20]}"
     if NIGHTLY or not program.exists():
         made = program.with_name(f"{program.name}.{os.getpid()}")
@@ -43,6 +43,40 @@ def compile_program(driver: Path, flags: tuple[str, ...], sources: Path = build.
     os.utime(program)
     _delete_unused(folder)
     return program
+
+
+KEEPING = """\
+#!/bin/sh
+before= source= made=
+for each in "$@"; do
+  case $before in -c) source=$each ;; -o) made=$each ;; esac
+  before=$each
+done
+[ -n "$source" ] || exec {command} "$@" -O0
+kept={kept}-$(sha256sum < "$source" | cut -c 1-20).o
+if [ -e "$kept" ]; then touch "$kept"; exec cp "$kept" "$made"; fi
+{command} "$@" -O0 && cp "$made" "$kept.$$" && mv "$kept.$$" "$kept"
+"""
+
+
+def keeping_compiler(path: Path, level: Level) -> Path:
+    """Write a compiler of the kernels' sources for `level` to `path`.
+
+    It does not optimize, which takes a third of the time, and keeps object files between runs but those of a
+    night.
+    """
+    compiler = build.find_compiler()
+    stem = Path(build.library_name(level, compiler)).stem
+    kept = (path.parent if NIGHTLY else _folder()) / f"unoptimized-{stem}"
+    path.write_text(KEEPING.format(command=shlex.join(compiler), kept=shlex.quote(str(kept))))
+    path.chmod(0o755)
+    return path
+
+
+def _folder() -> Path:
+    folder = Path(os.environ[KERNEL_CACHE]) / "programs"
+    build.private_folder(folder)
+    return folder
 
 
 def _delete_unused(folder: Path) -> None:

@@ -3,7 +3,7 @@
 import ast
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
@@ -52,6 +52,11 @@ def why_not_fast(file: Path) -> str:
 def nightly(*values: object) -> Any:
     """Parameters of a test that only `make nightly` runs."""
     return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+def slow(values: Iterable[object]) -> list[Any]:
+    """Parameters of a test that `make test-fast` leaves out."""
+    return [pytest.param(each, marks=pytest.mark.slow) for each in values]
 
 
 def first_in_the_suite(values: Sequence[T]) -> list[Any]:

@@ -1,6 +1,8 @@
 """A daemon with the admin panel for one module of tests, and ways into it."""
 
 from collections.abc import Iterator
+from contextlib import closing
+from functools import cached_property
 from pathlib import Path
 
 import httpx
@@ -40,6 +42,13 @@ class Panel:
         token = self.sign_in_link().partition("token=")[2]
         assert client.post("/admin/signin", data={"token": token}).status_code == 200
         return client
+
+    @cached_property
+    def cookie(self) -> dict[str, str | bool]:
+        """Cookie of a sign-in, as a browser keeps it."""
+        with closing(self.sign_in()) as client:
+            ((name, value),) = client.cookies.items()
+        return {"name": name, "value": value, "url": self.url, "httpOnly": True, "sameSite": "Strict"}
 
     def complete(self, max_tokens: int = 6) -> None:
         body = {"model": "tiny", "prompt": "hello", "max_tokens": max_tokens}

@@ -16,6 +16,9 @@ import torch
 
 from support.lanes import NIGHTLY
 
+CONSTANTS, CONSTANT_BYTES = 4096, 16 << 10
+"""Most tensors of constants that are kept, and the size of the largest."""
+
 
 def turn_on() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -46,6 +49,7 @@ def turn_on() -> None:
     interpreter.np = SimpleNamespace(**{**vars(np), "matmul": multiply})
     interpreter._llmbox_patched = True
     quicken_types(interpreter)
+    quicken_operands(interpreter)
     quicken_launches(interpreter)
 
 
@@ -55,11 +59,26 @@ def quicken_launches(interpreter: Any) -> None:
     """
     from triton import language
 
+    semantic = interpreter.interpreter_semantic
+
+    def straight(value: Any) -> Any:
+        """Call what the patch of a builtin calls in the end, without the two functions in between."""
+        builtin = (getattr(value, "__kwdefaults__", None) or {}).get("member")
+        if builtin is None:
+            return value
+        function = getattr(builtin, "__wrapped__", builtin)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return call
+
     scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
     originals: dict[tuple[Any, str], Any] = {}
     for place, name, original in scope._changes:
         originals.setdefault((place, name), original)
-    patched = [(place, name, vars(place)[name]) for place, name in originals]
+    patched = [(place, name, straight(vars(place)[name])) for place, name in originals]
     scope.restore()
     lock, launches = threading.Lock(), 0
 
@@ -126,5 +145,83 @@ def quicken_types(interpreter: Any) -> None:
 
     core.block_type.__init__, core.tensor.__init__ = make_block_type, make_tensor
     interpreter._get_np_dtype = np_dtype
+
+    def equal(self: Any, other: Any) -> bool:
+        other = other.value if isinstance(other, core.constexpr) else other
+        return isinstance(other, core.dtype) and self.name == other.name
+
+    unwrap = core._unwrap_if_constexpr
+    plain = (core.tensor, int, float, type(None), core.dtype)
+
+    def unwrapped(value: Any) -> Any:
+        if isinstance(value, core.constexpr):
+            return value.value
+        return value if isinstance(value, plain) else unwrap(value)
+
+    core.dtype.__eq__, core._unwrap_if_constexpr = equal, unwrapped
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=NIGHTLY)
+
+
+def quicken_operands(interpreter: Any) -> None:
+    """Match the operands of an operation at once where Triton would leave them as they are, and make a number
+    the same tensor of constants whenever it meets a type again.
+
+    Only the interpreter's own semantic is patched: what is compiled for GPUs takes Triton's way.
+    """
+    from triton.language import core
+
+    semantic, handle_type = interpreter.interpreter_semantic, interpreter.TensorHandle
+    match, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    constants: dict[Any, Any] = {}
+
+    def match_quickly(lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
+        """`flags`: may the first, may the second be a pointer; are types promoted; is it a division."""
+        if named:
+            return match(lhs, rhs, *flags, **named)
+        if isinstance(lhs, core.tensor):
+            if isinstance(rhs, core.tensor):
+                kind, other = lhs.type.scalar, rhs.type.scalar
+                if kind.is_ptr():
+                    if flags[:1] == (True,) and other.is_int():
+                        return broadcast_quickly(lhs, rhs)
+                elif kind.name == other.name and (kind.name not in {"fp16", "bf16"} or len(flags) < 4):
+                    return broadcast_quickly(lhs, rhs)
+                return match(lhs, rhs, *flags)
+            tensor, number, place = lhs, rhs, 1
+        elif isinstance(rhs, core.tensor):
+            tensor, number, place = rhs, lhs, 0
+        else:
+            return match(lhs, rhs, *flags)
+        key = (tensor.type.name, number, type(number), place, flags)
+        if (constant := constants.get(key)) is not None:
+            return (tensor, constant) if place else (constant, tensor)
+        pair = match(lhs, rhs, *flags)
+        if pair[1 - place] is tensor and pair[place].handle.data.nbytes <= CONSTANT_BYTES:
+            if len(constants) == CONSTANTS:
+                constants.clear()
+            constants[key] = pair[place]
+        return pair
+
+    def broadcast_quickly(lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if left.is_block():
+            if right.is_block() and left.shape.values == right.shape.values:
+                return lhs, rhs
+        elif not right.is_block():
+            return lhs, rhs
+        return broadcast(lhs, rhs)
+
+    semantic.binary_op_type_checking_impl = match_quickly
+    semantic.broadcast_impl_value = broadcast_quickly
+    bytes_of: dict[str, int] = {}
+    check = handle_type.__post_init__
+
+    def make_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        """With the check of the size of numbers, by what was found of their type."""
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if data.itemsize > bytes_of.get(dtype.name, 0):
+            check(self)
+            bytes_of[dtype.name] = data.itemsize
+
+    handle_type.__init__ = make_handle

@@ -15,6 +15,7 @@ from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference import REFERENCE
 from support.fake_cuda import fake_cuda
 
+pytestmark = pytest.mark.process  # a compiler is asked for its version
 HIDDEN, INNER, EXPERTS, CHOSEN = 64, 32, 8, 3
 CPU = torch.device("cpu")
 

@@ -1,7 +1,7 @@
 """What NVLink peers run, by CPU processes: the real kernel over memory that all have mapped at one address,
 and torch's operator with a body for CPUs. Every line of Python between `join` and the kernels.
 
-    TRITON_INTERPRET=1 python -P tests/engine/distributed/nvlink_peers_on_cpu.py FOLDER RANKS
+    PYTHONPATH=tests python -P tests/engine/distributed/nvlink_peers_on_cpu.py FOLDER RANKS
 """
 
 import os
@@ -13,12 +13,14 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
+import torch.distributed.tensor  # what `assert_close` imports: once, before the processes fork
 
 from llmbox.engine.distributed import torch_communicator as group_module
 from llmbox.engine.distributed.custom_all_reduce import BUFFER_BYTES, KERNEL, ROWS
 from llmbox.engine.distributed.torch_communicator import sum_in_order
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 from llmbox.kernels.reference import REFERENCE
+from support.triton_interpreter import turn_on
 
 CPU = torch.device("cpu")
 OFFSET = 64
@@ -88,6 +90,7 @@ def work(rank: int, memory: list[list[torch.Tensor]], file: Path) -> None:
 
 def main(folder: Path, ranks: int) -> int:
     torch.set_num_threads(1)
+    turn_on()
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl(KERNEL, sum_into, "CPU")
     sizes = (BUFFER_BYTES, 2 * BUFFER_BYTES + 4 * ROWS * ranks)

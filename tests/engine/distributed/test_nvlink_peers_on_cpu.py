@@ -1,4 +1,4 @@
-"""What NVLink peers set up, try and use, in processes that share memory.."""
+"""What NVLink peers set up, try and use, in processes that share memory."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.lanes import nightly
+from support.lanes import TESTS, nightly
 
 
 @pytest.mark.slow
@@ -16,7 +16,7 @@ def test_sums_go_through_memory_of_all_from_their_setting_up_on(tmp_path, ranks)
     command = [sys.executable, "-P", str(Path(__file__).with_name("nvlink_peers_on_cpu.py")), str(tmp_path)]
     done = subprocess.run(
         [*command, str(ranks)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
         timeout=300,

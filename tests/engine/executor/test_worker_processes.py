@@ -170,10 +170,15 @@ async def test_shared_stages_survive_whatever_happens_to_any_of_their_ranks(mode
 
 OUT_OF_MEMORY = """
 import sys
+from llmbox.engine.light_torch import import_torch
+import_torch()
 import llmbox.engine.executor.workers as crew
 
 WORKER = '''
-import runpy, torch
+import runpy
+from llmbox.engine.light_torch import import_torch
+import_torch()
+import torch
 from pathlib import Path
 from llmbox.engine.runner.cpu_runner import CPUModelRunner
 
@@ -282,6 +287,8 @@ async def test_ranks_with_whole_experts_give_one_answer_and_survive_the_loss_of_
 KILLED_IN_A_MOVE = """
 import os, runpy, signal, sys
 from pathlib import Path
+from llmbox.engine.light_torch import import_torch
+import_torch()
 from llmbox.engine.executor import expert_moves, workers
 
 note, mover = Path({note!r}), expert_moves.ExpertMover
@@ -333,7 +340,7 @@ async def test_a_rank_killed_at_any_stage_of_a_move_of_experts_costs_a_restart(t
     model = make_tiny_model(tmp_path / "model", arch="qwen3_moe", tokenizer=False, **sizes)
     options = {"quant": "int8-g32", "tp": 2, "expert_parallel": True, "redundant_experts": 2}
     async with supervised(model, Launch(env=folder), **(options | {"redundant_experts": 0})) as supervisor:
-        wanted = await answers(supervisor, asks("a"))
+        wanted = await answers(supervisor, asks("a", 64))
     launch = Launch((sys.executable, "-P", str(program)), env=folder)
     async with supervised(model, launch, **options) as supervisor:
         await experts_move(supervisor, "w")
@@ -341,14 +348,14 @@ async def test_a_rank_killed_at_any_stage_of_a_move_of_experts_costs_a_restart(t
             for attempt in itertools.count():  # an idle engine moves experts too, and dies without streams
                 before = list(supervisor.pids)
                 note.write_text(f"{rank} {stage}")
-                streams = [supervisor.submit(request) for request in asks(f"{stage}{attempt}")]
+                streams = [supervisor.submit(request) for request in asks(f"{stage}{attempt}", 64)]
                 assert [ids for ids, _ in await all_of(streams)] == wanted
                 if any(stream.resumes for stream in streams):
                     break
             assert not any(map(is_running, before))
         assert supervisor.restarts >= 4
         await experts_move(supervisor, "x")
-        assert await answers(supervisor, asks("z")) == wanted
+        assert await answers(supervisor, asks("z", 64)) == wanted
 
 
 def test_a_cut_that_cannot_be_is_refused_before_anything_starts(model):

@@ -12,6 +12,7 @@ from llmbox.engine.kv_store import usage
 from llmbox.engine.sampling_params import SamplingParams
 from support.encoder_models import make_encoder
 from support.fake_cuda import Card, fake_cuda
+from support.kv_tiers import write_out
 from support.real_engines import ask, load, run
 from support.tiny_models import make_tiny_model
 
@@ -118,6 +119,7 @@ def test_blocks_that_the_device_evicts_come_back(model, tmp_path, monkeypatch, k
             seen |= run(engine, [prompt])
             while engine.prepare():
                 pass
+            write_out(engine._scheduler.kv_cache.tiers)
         engine.close()
         assert cuda.queue.waits[waited:] == [], "nothing waits for the whole device"
     assert drawn(seen["a"]) == drawn(seen["c"]) == expected

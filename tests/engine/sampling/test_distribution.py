@@ -10,6 +10,7 @@ from llmbox.kernels.reference.sampling import SamplingKinds, sample_rows
 from support.sampling import CPU, make_request, sample_rows_by, token_of
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.slow
 
 LOGITS = [2.0, -1.0, 0.5, 1.9, -3.0, 0.5, 1.0, 0.0, -0.5, 1.4, -8.0, 0.2]
 CASES = [

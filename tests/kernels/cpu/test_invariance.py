@@ -15,11 +15,12 @@ import pytest
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.ipc.messages import AddRequest
 from support.kernel_backends import backends
-from support.lanes import nightly
+from support.lanes import NIGHTLY, nightly
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
 
-PROMPTS = 33
+PROMPTS, FEWER = 33, 17
+"""Most requests at a time: all with the best instruction set, and with the slower others at night alone."""
 LONGEST = 150
 NEW = 12
 STEPS_OF_A_LIFE = 7
@@ -36,12 +37,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_tiny_model(folder, arch=request.param, tokenizer=False, **shapes)
 
 
-def requests() -> list[AddRequest]:
+def requests(count: int) -> list[AddRequest]:
     """Greedy and sampled by turns; some share a beginning."""
     rng = random.Random(7)
     common = [rng.randrange(3, 320) for _ in range(64)]
     made = []
-    for n in range(PROMPTS):
+    for n in range(count):
         own = [rng.randrange(3, 320) for _ in range(rng.randrange(1, LONGEST - 64))]
         prompt = common + own if n % 3 == 0 else own
         params = {"temperature": 0.8, "seed": n} if n % 2 else {}
@@ -132,28 +133,28 @@ def test_tokens_of_a_gemma_are_those_of_the_request_alone(
 
 
 def check(model: Path, level: str, weights: dict[str, str]) -> None:
+    asked = requests(PROMPTS if NIGHTLY or level == LEVELS[0] else FEWER)
     engine = load(model, max_running=1, prefix_cache=False, **weights)
     assert engine.info.backend.startswith(level)
     alone = {}
-    for request in requests():
+    for request in asked:
         alone |= tokens(engine, [request])
-    assert len({tuple(answer) for answer in alone.values()}) > PROMPTS // 2
+    assert len({tuple(answer) for answer in alone.values()}) > len(asked) // 2
     for name, options in VARIANTS.items():
         again = load(model, **weights, **options)
-        assert tokens(again, requests()) == alone, name
+        assert tokens(again, asked) == alone, name
         if name == "preempted":
             assert again.stats().preemptions > 0
         if options.get("prefix_cache", True):  # now most of a prompt is found in the cache
             hits = again.stats().prefix_hits
-            assert tokens(again, requests()) == alone, f"{name}, asked twice"
+            assert tokens(again, asked) == alone, f"{name}, asked twice"
             assert again.stats().prefix_hits > hits
-    assert moved(lambda: load(model, max_running=33, **weights)) == alone
+    assert moved(lambda: load(model, max_running=33, **weights), asked) == alone
 
 
-def moved(load_one: Callable[[], Engine]) -> dict[str, list[int]]:
+def moved(load_one: Callable[[], Engine], left: list[AddRequest]) -> dict[str, list[int]]:
     """Killed after every few steps, as the daemon moves requests: the next engine gets the tokens so far."""
-    answers: dict[str, list[int]] = {request.request_id: [] for request in requests()}
-    left = requests()
+    answers: dict[str, list[int]] = {request.request_id: [] for request in left}
     while left:
         engine = load_one()
         for request in left:

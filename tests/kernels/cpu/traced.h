@@ -39,20 +39,28 @@
 
 #undef __SSE2__  // products of words in plain C++, whatever the number of lanes
 
+// Optimized, as a run spends most of its time here; the rest is not, for compiling it would take longer than that run.
+#pragma GCC push_options
+#pragma GCC optimize("O2")
+
 namespace llmbox {
 
 using PlainFloat = float;
+[[gnu::always_inline]] inline uint32_t bits_of(PlainFloat x) { return __builtin_bit_cast(uint32_t, x); }
+[[gnu::always_inline]] inline PlainFloat float_of(uint32_t bits) { return __builtin_bit_cast(PlainFloat, bits); }
+[[gnu::always_inline]] inline uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
+[[gnu::always_inline]] inline uint64_t most(uint64_t a, uint64_t b) { return a < b ? b : a; }
 enum Operation : uint64_t {
     INPUT, ADD, SUBTRACT, MULTIPLY, DIVIDE, MULTIPLY_ADD, ROOT, ABSOLUTE, POWER, EXPONENTIAL, TANH, ROUNDED
 };
 
-inline uint64_t mix(uint64_t x) {  // SplitMix64
+[[gnu::always_inline]] inline uint64_t mix(uint64_t x) {  // SplitMix64
     x += 0x9e3779b97f4a7c15u;
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
     x = (x ^ x >> 27) * 0x94d049bb133111ebu;
     return x ^ x >> 31;
 }
-inline uint64_t hash_of(Operation operation, uint64_t a, uint64_t b = 0, uint64_t c = 0) {
+[[gnu::always_inline]] inline uint64_t hash_of(Operation operation, uint64_t a, uint64_t b = 0, uint64_t c = 0) {
     return mix(mix(mix(mix(operation) ^ a) ^ b) ^ c);
 }
 
@@ -62,14 +70,16 @@ struct TraceTable {
         uint64_t hash;
         PlainFloat value;
     };
-    std::vector<Result> results = std::vector<Result>(SIZE);
+    Result* const results = new Result[SIZE]();
     std::atomic<uint32_t> count{0};
     std::atomic<uint64_t> rounded{0};
 
-    static bool is_place(uint32_t bits) { return (bits & INFINITE) == INFINITE && (bits & PAYLOAD) && bits != NOT_A_NUMBER; }
-    static uint32_t place_of(uint32_t bits) { return (bits >> 31) << 23 | (bits & PAYLOAD); }
+    [[gnu::always_inline]] static bool is_place(uint32_t bits) {
+        return (bits & INFINITE) == INFINITE && (bits & PAYLOAD) && bits != NOT_A_NUMBER;
+    }
+    [[gnu::always_inline]] static uint32_t place_of(uint32_t bits) { return (bits >> 31) << 23 | (bits & PAYLOAD); }
 
-    uint32_t put(uint64_t hash, PlainFloat value) {
+    [[gnu::always_inline]] uint32_t put(uint64_t hash, PlainFloat value) {
         uint32_t place = count.fetch_add(1, std::memory_order_relaxed);
         while ((place & PAYLOAD) == 0 || place == (NOT_A_NUMBER & PAYLOAD)) place = count.fetch_add(1, std::memory_order_relaxed);
         if (place >= SIZE) puts("the table of results is full"), exit(1);
@@ -86,22 +96,24 @@ struct TracedFloat {
     TracedFloat() = default;
     template <class Number>
         requires std::is_arithmetic_v<Number> || std::is_same_v<Number, _Float16>
-    constexpr TracedFloat(Number x) : bits(std::bit_cast<uint32_t>(static_cast<PlainFloat>(x))) {}
+    constexpr TracedFloat(Number x) : bits(__builtin_bit_cast(uint32_t, static_cast<PlainFloat>(x))) {}
 
-    bool is_result() const { return TraceTable::is_place(bits); }
-    PlainFloat value() const {
-        return is_result() ? trace.results[TraceTable::place_of(bits)].value : std::bit_cast<PlainFloat>(bits);
+    [[gnu::always_inline]] bool is_result() const { return TraceTable::is_place(bits); }
+    [[gnu::always_inline]] PlainFloat value() const {
+        return is_result() ? trace.results[TraceTable::place_of(bits)].value : float_of(bits);
     }
-    uint64_t hash() const { return is_result() ? trace.results[TraceTable::place_of(bits)].hash : hash_of(INPUT, bits); }
-    bool is(PlainFloat x) const { return !is_result() && std::bit_cast<PlainFloat>(bits) == x; }
+    [[gnu::always_inline]] uint64_t hash() const {
+        return is_result() ? trace.results[TraceTable::place_of(bits)].hash : hash_of(INPUT, bits);
+    }
+    [[gnu::always_inline]] bool is(PlainFloat x) const { return !is_result() && float_of(bits) == x; }
     explicit operator double() const { return value(); }
     explicit operator _Float16() const { return static_cast<_Float16>(value()); }
     explicit operator int() const { return static_cast<int>(value()); }
     explicit operator int64_t() const { return static_cast<int64_t>(value()); }
 
-    static TracedFloat plain(PlainFloat value) {
+    [[gnu::always_inline]] static TracedFloat plain(PlainFloat value) {
         TracedFloat x;
-        x.bits = value == value ? std::bit_cast<uint32_t>(value) : TraceTable::NOT_A_NUMBER;
+        x.bits = value == value ? bits_of(value) : TraceTable::NOT_A_NUMBER;
         return x;
     }
     static TracedFloat result(uint64_t hash, PlainFloat value) {
@@ -114,7 +126,7 @@ struct TracedFloat {
     friend TracedFloat operator+(TracedFloat a, TracedFloat b) {
         if (a.is(0)) return b;
         if (b.is(0)) return a;
-        return result(hash_of(ADD, std::min(a.hash(), b.hash()), std::max(a.hash(), b.hash())), a.value() + b.value());
+        return result(hash_of(ADD, least(a.hash(), b.hash()), most(a.hash(), b.hash())), a.value() + b.value());
     }
     friend TracedFloat operator-(TracedFloat a, TracedFloat b) {
         if (b.is(0)) return a;
@@ -124,7 +136,7 @@ struct TracedFloat {
         if (a.is(0) || b.is(0)) return 0;
         if (a.is(1)) return b;
         if (b.is(1)) return a;
-        return result(hash_of(MULTIPLY, std::min(a.hash(), b.hash()), std::max(a.hash(), b.hash())), a.value() * b.value());
+        return result(hash_of(MULTIPLY, least(a.hash(), b.hash()), most(a.hash(), b.hash())), a.value() * b.value());
     }
     friend TracedFloat operator/(TracedFloat a, TracedFloat b) {
         if (a.is(0)) return 0;
@@ -135,7 +147,7 @@ struct TracedFloat {
         if (a.is(1)) return b + c;
         if (b.is(1)) return a + c;
         if (c.is(0)) return a * b;
-        const uint64_t hash = hash_of(MULTIPLY_ADD, std::min(a.hash(), b.hash()), std::max(a.hash(), b.hash()), c.hash());
+        const uint64_t hash = hash_of(MULTIPLY_ADD, least(a.hash(), b.hash()), most(a.hash(), b.hash()), c.hash());
         return result(hash, std::fma(a.value(), b.value(), c.value()));
     }
     TracedFloat operator-() const { return TracedFloat(0) - *this; }
@@ -150,6 +162,8 @@ struct TracedFloat {
     friend bool operator>=(TracedFloat a, TracedFloat b) { return a.value() >= b.value(); }
 };
 static_assert(sizeof(TracedFloat) == 4 && std::is_trivially_copyable_v<TracedFloat>);
+
+#pragma GCC pop_options
 
 struct TracedFloats {
     static constexpr int COUNT = LLMBOX_TRACED;

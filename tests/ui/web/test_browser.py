@@ -4,6 +4,7 @@ import httpx
 
 from support.browser import Window, misfits, needs_browser, serious_problems
 from support.cli_box import PATIENCE
+from support.panel_box import Panel
 
 PAGES = {
     "first-run": "/admin/first-run",
@@ -23,6 +24,18 @@ PAGES = {
     "system": "/admin/system",
 }
 pytestmark = needs_browser
+
+
+def test_the_printed_link_signs_in(panel: Panel, browser):
+    context = browser.new_context()
+    context.set_default_timeout(PATIENCE * 1000)
+    page = context.new_page()
+    page.goto(panel.sign_in_link())
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("heading", name="Overview").wait_for()
+    (cookie,) = context.cookies()
+    assert {name: panel.cookie[name] for name in ("name", "httpOnly", "sameSite")}.items() <= cookie.items()
+    context.close()
 
 
 def test_a_request_appears_by_itself_and_can_be_cancelled(window: Window):
