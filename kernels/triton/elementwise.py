@@ -54,8 +54,17 @@ def tanh(x: tl.tensor) -> tl.tensor:
     return tl.where(x < 0.0, -positive, positive)
 
 
-CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2, "relu2": 3}
+CODES: dict[Activation, int] = {
+    "silu": 0,
+    "gelu_tanh": 1,
+    "swiglu_oai": 2,
+    "relu2": 3,
+    "gelu": 4,
+    "gelu_new": 5,
+    "relu": 6,
+}
 WITH_GELU_TANH, WITH_SWIGLU_OAI, WITH_RELU2 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+WITH_GELU, WITH_GELU_NEW, WITH_RELU = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
@@ -134,13 +143,21 @@ def gated(x: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr, ACTIVATION: tl.c
     of both steps.
 
     All activations are x / (1 + e^-z): SiLU has z = x; GELU by tanh, x (1 + tanh(y)) / 2, has z = 2 y; that
-    of gpt-oss has z = 1.702 x, of limited numbers. Without a gate there is the square of max(x, 0).
+    of gpt-oss has z = 1.702 x, of limited numbers. Without a gate there are max(x, 0), its square, and GELU
+    by erf or tanh.
     """
     inside = column < WIDTH
     gate = tl.load(x + column, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
     if ACTIVATION == WITH_RELU2:
         return tl.where(wide < 0.0, 0.0, wide * wide).to(gate.dtype)
+    if ACTIVATION == WITH_RELU:
+        return tl.where(wide < 0.0, 0.0, wide).to(gate.dtype)
+    if ACTIVATION == WITH_GELU:
+        return (0.5 * wide * (1.0 + tl.erf(0.7071067811865476 * wide))).to(gate.dtype)
+    if ACTIVATION == WITH_GELU_NEW:
+        y = wide * (1.5957691216057308 + 0.07135481282671556 * wide * wide)
+        return (wide / (1.0 + tl.exp(-y))).to(gate.dtype)
     up = tl.load(x + WIDTH + column, mask=inside, other=0.0)
     z = wide
     if ACTIVATION == WITH_GELU_TANH:
