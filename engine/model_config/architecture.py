@@ -225,6 +225,9 @@ class Architecture(ArchitectureTraits):
     """True if config.json has it in `text_config`, as the language model of a vision-language model."""
     nested: tuple["Architecture", ...] = ()
     """Architectures that `text_config` may name by its `model_type`; empty: this one whatever it names."""
+    text_type: str = ""
+    """`model_type` of `text_config` where that names none. It may name any architecture; empty: those of
+    `nested`."""
     attention_bias: bool = False
     """True if config.json may enable biases of q, k, v and o."""
     qkv_bias: bool = False

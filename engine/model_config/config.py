@@ -27,7 +27,7 @@ from .architecture import (
     QKNorm,
     refuse_unsupported,
 )
-from .architectures import architecture_of
+from .architectures import architecture_of, named_architecture
 from .attention import LatentConfig
 from .encoders.pooling import has_head, read_vectors
 from .fields import (
@@ -264,6 +264,9 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
         fields = text_fields(fields)
         named = fields.raw.get("model_type")
         kind = next((inner for inner in kind.nested if inner.model_type == named), kind)
+        if kind.text_type:
+            named = {"model_type": named or kind.text_type, "architectures": None}
+            kind = named_architecture(Fields({**fields.raw, **named}, fields.where))
     fields = kind.complete(fields)
     kind = replace(kind, **kind.variant(fields))
     refuse_unsupported(fields, kind)

@@ -16,7 +16,7 @@ from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.model_config.expected_tensors import check_weights
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
-from support.families import COMMON, MOE, SIBLINGS, make_family, randomize, spell_as_before
+from support.families import COMMON, DEEPSEEK, MOE, SIBLINGS, make_family, randomize, spell_as_before
 from support.real_engines import all_logits, ask, hf_model, hf_tokens, load, runner_of, tokens
 from support.tiny_models import make_tiny_model
 
@@ -112,6 +112,43 @@ def test_the_language_part_of_a_qwen_that_sees(tmp_path: Path, arch: str) -> Non
         assert parse_config(tmp_path) == same
 
 
+GLM_TOWER = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 64, "intermediate_size": 16}
+GLM_TOWER |= {"patch_size": 4, "image_size": 16}
+GLM_ROPE = {"rope_theta": 5000.0, "rope_type": "default", "mrope_section": [1, 1, 2]}
+GLM_ROPE |= {"partial_rotary_factor": 0.5}
+INTERNVL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+INTERNVL |= {"image_size": [16, 16], "patch_size": [4, 4]}
+BLIND: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "glm4v": ("glm4v", GLM_TOWER, {"rope_parameters": GLM_ROPE}),
+    "glm46v": (
+        "glm46v",
+        GLM_TOWER | {"model_type": "glm4v_vision"},
+        {"model_type": "glm4v_text", "rope_parameters": GLM_ROPE},
+    ),
+    "glm4v_moe": ("glm4v_moe", GLM_TOWER, DEEPSEEK | {"rope_parameters": GLM_ROPE}),
+    "internvl-qwen2": ("internvl", INTERNVL, {"model_type": "qwen2"}),
+    "internvl-qwen3_moe": ("internvl", INTERNVL, MOE | {"model_type": "qwen3_moe"}),
+}
+"""Kind, tower and `text_config` of models whose pictures are not read."""
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_the_language_part_where_pictures_are_not_read(tmp_path: Path, name: str) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    kind, tower, text = BLIND[name]
+    config = AutoConfig.for_model(
+        kind, text_config=COMMON | text, vision_config=tower, tie_word_embeddings=False
+    )
+    theirs = AutoModelForImageTextToText.from_config(config).eval()
+    randomize(theirs, 0)
+    theirs.save_pretrained(tmp_path)
+    found = parse_config(tmp_path)
+    check_weights(str(tmp_path), found, list_tensors(tmp_path))
+    assert f"the vision tower of {kind} is not supported" in found.image_problem
+    compare(tmp_path, theirs)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_ties_of_the_whole_model_count_more_than_those_of_its_text_part(tmp_path: Path, tied: bool) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
@@ -169,6 +206,11 @@ HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
     ("name", "fields", "problem"),
     [
         ("StableLmForCausalLM", {"use_parallel_residual": True}, "use_parallel_residual is not supported"),
+        (
+            "InternVLForConditionalGeneration",
+            {"text_config": {"model_type": "internlm2", "hidden_size": 64}},
+            "architecture 'internlm2' is not supported",
+        ),
         ("Mistral4ForCausalLM", {"qk_nope_head_dim": 96}, "is not a multiple of qk_rope_head_dim 64"),
         ("FalconForCausalLM", {"alibi": True}, "alibi True is not supported"),
         ("GPT2LMHeadModel", {"scale_attn_weights": False}, "scale_attn_weights False is not supported"),
