@@ -8,6 +8,16 @@ g = min(gate, 7) and u between -7 and 7, activation(gate) * up is g / (1 + e^(-1
 others are of MLPs without a gate: max(x, 0)^2, `XIELU`, x (1 + erf(x / sqrt(2))) / 2, the function of the
 second, and max(x, 0)."""
 UNGATED: frozenset[Activation] = frozenset({"relu2", "xielu", "gelu", "gelu_new", "relu"})
+CODES: dict[Activation, int] = {
+    "silu": 0,
+    "gelu_tanh": 1,
+    "swiglu_oai": 2,
+    "relu2": 3,
+    "gelu": 4,
+    "gelu_new": 5,
+    "relu": 6,
+}
+"""Codes of kernels, as in cpu/native/elementwise.h. Experts have the first four."""
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 

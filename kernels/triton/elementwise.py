@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activation import SWIGLU_ALPHA, SWIGLU_LIMIT, UNGATED, XIELU, Activation
+from ..activation import CODES, SWIGLU_ALPHA, SWIGLU_LIMIT, UNGATED, XIELU, Activation
 from .linear.quantize_activations import RowFormat, Rows8, left_arguments, left_constants, store_eight_bits
 from .linear.tile_config import power_of_two, warps_for
 
@@ -54,15 +54,6 @@ def tanh(x: tl.tensor) -> tl.tensor:
     return tl.where(x < 0.0, -positive, positive)
 
 
-CODES: dict[Activation, int] = {
-    "silu": 0,
-    "gelu_tanh": 1,
-    "swiglu_oai": 2,
-    "relu2": 3,
-    "gelu": 4,
-    "gelu_new": 5,
-    "relu": 6,
-}
 WITH_GELU_TANH, WITH_SWIGLU_OAI, WITH_RELU2 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 WITH_GELU, WITH_GELU_NEW, WITH_RELU = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
