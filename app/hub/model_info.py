@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from llmbox.engine.checkpoint.formats.floats import split_experts
 from llmbox.engine.checkpoint.formats.weight_format import GgufFormat, check_tensors
-from llmbox.engine.checkpoint.index import full_names, list_tensors
+from llmbox.engine.checkpoint.index import list_tensors
+from llmbox.engine.checkpoint.names import full_names
 from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
 from llmbox.engine.checkpoint.safetensors import TensorEntry, entries_of, load_json, refuse_overlaps
 from llmbox.engine.errors import EngineError, ModelError

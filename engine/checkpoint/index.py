@@ -3,7 +3,7 @@ against what a model asks for; and single rows of its matrices as Python floats,
 """
 
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,52 +11,25 @@ from llmbox.kernels.quant_formats import Quant
 
 from ..errors import ModelError
 from .files import MAX_BYTES, open_regular, parse_json, read_regular
+from .names import VISION, full_names, renamed, vision_name
 from .quantized_layout import BOUNDS, OF_KEYS_AND_VALUES, SCALE, STORED_BYTES
-from .safetensors import FETCH_AGAIN, TensorEntry, missing_tensor, read_header, shown, wrong_shape
+from .safetensors import (
+    CAUSAL_MASKS,
+    FETCH_AGAIN,
+    TensorEntry,
+    missing_tensor,
+    read_header,
+    shown,
+    wrong_shape,
+)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MEDUSA = "medusa_lm_head.safetensors"
 """File of Medusa heads."""
-_INSIDE, _TABLE = "model.", "embed_tokens.weight"
-_LANGUAGE = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-    "model.text_model.": "model.",
-}
-"""Prefixes of the language model in vision-language checkpoints (three styles), and of text-only ones."""
-_VISION = tuple(
-    f"{at}{part}."
-    for at in ("", "model.")
-    for part in (
-        *(
-            "vision_tower",
-            "vision_model",
-            "vision_embedder",
-            "embed_vision",
-            "visual",
-            "multi_modal_projector",
-            "connector",
-        ),
-        *("audio_tower", "embed_audio"),
-    )
-)
-_INNER_TOWER = "vision_tower.vision_model."
-_SPELLED = {
-    "backbone.embeddings.": "model.embed_tokens.",
-    "backbone.norm_f.": "model.norm.",
-    "backbone.": "model.",
-    "model.embeddings.": "model.embed_tokens.",
-    "model.norm_f.": "model.norm.",
-    ".attention_layer_norm.": ".input_layernorm.",
-    ".feedforward_layer_norm.": ".post_attention_layernorm.",
-}
-"""Parts of names in checkpoints of Nemotron-H and OLMo-hybrid, and those of other architectures."""
-_OF_OTHER_SPELLING = ("backbone.embeddings.weight", "model.embeddings.weight", ".attention_layer_norm.weight")
 QUANTIZED_DTYPES = frozenset(STORED_BYTES)
 """Dtypes of tensors that need scales."""
-NOT_NEEDED = (".rotary_emb.inv_freq", "score.weight", *OF_KEYS_AND_VALUES, *BOUNDS)
+NOT_NEEDED = (".rotary_emb.inv_freq", "score.weight", *OF_KEYS_AND_VALUES, *BOUNDS, *CAUSAL_MASKS)
 """Suffixes of tensors that are ignored. Older checkpoints store the first, which is computed from
 config.json. The second belongs to a head that the engine does not run (`model_config/config.py`)."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -77,13 +50,8 @@ def list_vision_tensors(directory: Path) -> dict[str, TensorEntry]:
     """Return the tensors of the vision tower and its projector, by their names without `model.` before them
     and without the inner `vision_model.` of some towers. Empty for a text-only checkpoint. Raises ModelError.
     """
-    entries = {name: each for name, each in _read_entries(directory).items() if name.startswith(_VISION)}
+    entries = {name: each for name, each in _read_entries(directory).items() if name.startswith(VISION)}
     return renamed(entries, vision_name)
-
-
-def vision_name(name: str) -> str:
-    name = name.removeprefix(_INSIDE)
-    return f"vision_tower.{name.removeprefix(_INNER_TOWER)}" if name.startswith(_INNER_TOWER) else name
 
 
 def _read_entries(directory: Path) -> dict[str, TensorEntry]:
@@ -103,62 +71,6 @@ def refuse_undeclared(entry: TensorEntry) -> None:
             f"{entry.file}: tensor {shown(entry.name)} is {entry.dtype}, but the quantization_config of "
             f"config.json does not say so, or it is no linear of a layer; {FETCH_AGAIN}"
         )
-
-
-def full_names(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return the tensors by their names in a causal language model. A checkpoint without a head omits the
-    prefix `model.`, a vision-language checkpoint has longer prefixes.
-    """
-    if any(name.startswith((*_LANGUAGE, *_VISION)) for name in entries):
-        return language_part(entries)
-    if any(name.endswith(_OF_OTHER_SPELLING) for name in entries):
-        return renamed(entries, usual_name)
-    if f"{_INSIDE}{_TABLE}" in entries or _TABLE not in entries:
-        return dict(entries)
-    return {
-        name if name.startswith("lm_head.") else f"{_INSIDE}{name}": entry for name, entry in entries.items()
-    }
-
-
-def language_part(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    return renamed(
-        {name: entry for name, entry in entries.items() if not name.startswith(_VISION)}, inner_name
-    )
-
-
-def usual_name(name: str) -> str:
-    for part, usual in _SPELLED.items():
-        name = name.replace(part, usual) if part[0] == "." or name.startswith(part) else name
-    return name
-
-
-def nemotron_h_name(name: str) -> str:
-    """Return the name that published checkpoints of Nemotron-H have for a tensor."""
-    for part, usual in _SPELLED.items():
-        if part.startswith("backbone.") and name.startswith(usual):
-            return part + name.removeprefix(usual)
-    return name
-
-
-def renamed(entries: Mapping[str, TensorEntry], name_of: Callable[[str], str]) -> dict[str, TensorEntry]:
-    found: dict[str, TensorEntry] = {}
-    for name, entry in entries.items():
-        inner = name_of(name)
-        if inner in found:
-            raise ModelError(
-                f"{entry.file}: {shown(name)} and {shown(found[inner].name)} are the same tensor: refused, "
-                "fetch another copy of the model"
-            )
-        found[inner] = entry
-    return found
-
-
-def inner_name(name: str) -> str:
-    """Return the name in a text-only checkpoint of a tensor of the language model."""
-    for prefix, inner in _LANGUAGE.items():
-        if name.startswith(prefix):
-            return inner + name.removeprefix(prefix)
-    return name
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -25,6 +25,10 @@ SIZES = SUPPORTED | STORED_BYTES
 """Bytes of one element."""
 UNREAD_MASK = "t2d"
 """Mask of an EAGLE-3 head, which says no more than its `d2t` and is not read."""
+CAUSAL_MASKS = tuple(
+    f".{module}.{name}" for module in ("attention", "attn") for name in ("bias", "masked_bias")
+)
+"""Ends of the names of masks that older checkpoints store."""
 OTHER_DTYPES = {
     "BOOL",
     "F8_E5M2",
@@ -114,7 +118,7 @@ def entry(file: Path, name: str, value: Any, data_start: int, size: int) -> Tens
     if not isinstance(value, dict):
         raise ModelError(f"{where}: its header entry is not an object; {FETCH_AGAIN}")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    sizes = SIZES | {"BOOL": 1} if name.endswith(UNREAD_MASK) else SIZES
+    sizes = SIZES | {"BOOL": 1} if name.endswith((UNREAD_MASK, *CAUSAL_MASKS)) else SIZES
     if not isinstance(dtype, str) or dtype not in sizes:
         known = "is not supported" if str(dtype) in OTHER_DTYPES else "is unknown"
         raise ModelError(f"{where}: dtype {dtype!r} {known}; supported: {', '.join(SUPPORTED)}")

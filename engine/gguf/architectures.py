@@ -11,10 +11,13 @@ from .families import (
     cohere_fields,
     deepseek2_fields,
     ernie_fields,
+    falcon_fields,
+    gpt_neox_fields,
     gpt_oss_fields,
     granite_fields,
     hunyuan_moe_fields,
     jina_fields,
+    layer_norm_fields,
     llama4_fields,
     llama_fields,
     minimax_fields,
@@ -49,10 +52,12 @@ from .mixed_layers import (
 from .names import (
     BERT,
     DELTA,
+    FALCON,
     FALCON_H1,
     GEMMA3N,
     GEMMA4,
     GLM4,
+    GPT,
     GRANITE,
     KIMI,
     LATE_NORM,
@@ -110,6 +115,7 @@ _HUNYUAN = GgufArchitecture(name="HunYuanDenseV1ForCausalLM")
 _LFM2 = GgufArchitecture(name="Lfm2ForCausalLM", layer=SHORT_CONV, fields=lfm2_fields)
 _ERNIE = GgufArchitecture(name="Ernie4_5ForCausalLM", fields=ernie_fields)
 _COHERE = GgufArchitecture(name="CohereForCausalLM", fields=cohere_fields)
+_GPT = GgufArchitecture(name="Starcoder2ForCausalLM", layer=GPT, activation="gelu", fields=layer_norm_fields)
 _BERT = GgufArchitecture(name="BertModel", layer=BERT, activation="gelu", is_encoder=True, fields=bert_fields)
 _GLM4_MOE = GgufArchitecture(
     name="Glm4MoeForCausalLM", layer=LATE_NORM, is_partial=True, fields=sigmoid_routed_fields
@@ -162,6 +168,11 @@ ARCHITECTURES: Final = {
     "hunyuan-dense": _HUNYUAN,
     "hunyuan-moe": replace(_HUNYUAN, name="HunYuanMoEV1ForCausalLM", fields=hunyuan_moe_fields),
     "seed_oss": GgufArchitecture(name="SeedOssForCausalLM", layer=LATE_NORM),
+    "gpt2": replace(_GPT, name="GPT2LMHeadModel", activation="gelu_new"),
+    "gptneox": replace(_GPT, name="GPTNeoXForCausalLM", is_partial=True, fields=gpt_neox_fields),
+    "falcon": replace(_GPT, name="FalconForCausalLM", layer=FALCON, fields=falcon_fields),
+    "phi2": replace(_GPT, name="PhiForCausalLM", activation="gelu_new", is_partial=True),
+    "starcoder2": replace(_GPT, activation="gelu_new"),
     "gemma": _GEMMA,
     "gemma2": replace(_GEMMA, name="Gemma2ForCausalLM", layer=SANDWICH),
     "gemma3": replace(_GEMMA, name="Gemma3ForCausalLM", layer=SANDWICH),

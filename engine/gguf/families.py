@@ -379,3 +379,21 @@ def modern_fields(gguf: GgufFile, config: Config) -> Config:
     if isinstance(pattern, list):
         return found | {"layer_types": sliding_types(gguf, config["num_hidden_layers"])}
     return found | {"global_attn_every_n_layers": gguf.integer("attention.sliding_window_pattern", 3)}
+
+
+def layer_norm_fields(gguf: GgufFile, _config: Config) -> Config:
+    """Return what GPT-2, Phi and Starcoder2 have: the epsilon of LayerNorms, and a window of all layers."""
+    window = gguf.value("attention.sliding_window") or None
+    return {"rms_norm_eps": gguf.number("attention.layer_norm_epsilon", 1e-5), "sliding_window": window}
+
+
+def gpt_neox_fields(gguf: GgufFile, config: Config) -> Config:
+    is_parallel = bool(gguf.value("use_parallel_residual", True))
+    return layer_norm_fields(gguf, config) | {"use_parallel_residual": is_parallel, "qkv_in_order": True}
+
+
+def falcon_fields(gguf: GgufFile, config: Config) -> Config:
+    """Tell the architecture of Falcon 11B and 40B, which have several KV heads, from that of Falcon 7B."""
+    kv_heads, norms = config["num_key_value_heads"], 1 + ("blk.0.attn_norm_2.weight" in gguf.tensors)
+    found: Config = {"qkv_in_order": True, "num_kv_heads": kv_heads, "num_ln_in_parallel_attn": norms}
+    return layer_norm_fields(gguf, config) | found | {"new_decoder_architecture": kv_heads > 1}

@@ -98,6 +98,18 @@ GLM4: Final[Names] = STACKED | {
     "post_self_attn_layernorm": "post_attention_norm",
     "post_mlp_layernorm": "post_ffw_norm",
 }
+GPT: Final[Names] = LAYER | {
+    "self_attn.dense": "attn_output",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+"""Names in layers of GPT-2, GPT-NeoX, Phi and Starcoder2."""
+FALCON: Final[Names] = LAYER | {
+    "input_layernorm": ("attn_norm_2", "attn_norm"),
+    "post_attention_layernorm": "attn_norm",
+}
 LATE_NORM: Final[Names] = LAYER | {"post_attention_layernorm": "post_attention_norm"}
 """Names where the norm before the MLP is called as if it came after attention."""
 DELTA: Final[Names] = LATE_NORM | {

@@ -4,6 +4,8 @@ T rows, E hidden, H query heads and G kv heads of this rank, D head dim, n = H +
 In MLA: L numbers of a latent, R rotated dims, N others, V dims of a value.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -62,6 +64,10 @@ class Attention:
                 weights.skip(name)
         if self.gate == "gate_proj":
             outputs["gate_proj"] = q
+        self._by_group = config.stacks_by_group
+        if self._by_group:
+            each = (config.num_heads // sizes.kv_heads + 2) * self.head_dim
+            outputs = {"qkv_proj": rows_of(kv_heads, each)}
         self.input = self.qkv = weights.linear(
             outputs,
             ShardSlice.whole(inputs or config.hidden_size),
@@ -82,10 +88,12 @@ class Attention:
         """Return the row order of the stacked linear: query and key heads reordered, values as stored, gates
         last, which checkpoints have behind each query. None for the order of the checkpoint.
         """
-        if self._order is None and self.gate != "q_proj":
-            return None
         width, gated = self.head_dim, self.gate == "q_proj"
         order = self._order or range(width)
+        if self._by_group:
+            return self._groups_in_order(order)
+        if self._order is None and not gated:
+            return None
         queries = [head * width * (1 + gated) for head in range(self.heads)]
         begin = self.heads * width * (1 + gated)
         keys = [begin + head * width for head in range(self.kv_heads)]
@@ -95,6 +103,14 @@ class Attention:
         if self.gate == "gate_proj":
             gates = list(range(values.stop, values.stop + self.heads * width))
         return (*turned, *values, *gates)
+
+    def _groups_in_order(self, order: Sequence[int]) -> tuple[int, ...]:
+        """Return the same for a stack of the queries, the key and the value of each KV head in turn."""
+        width, each = self.head_dim, self.heads // self.kv_heads + 2
+        heads = range(0, self.kv_heads * each * width, width)
+        queries = [head for number, head in enumerate(heads) if number % each < each - 2]
+        turned = [head + dim for head in (*queries, *heads[each - 2 :: each]) for dim in order]
+        return (*turned, *(head + dim for head in heads[each - 1 :: each] for dim in range(width)))
 
     def _spread(self, weights: Weights) -> PackedLinear:
         """Return the linear that repeats the gate of a head for all its dimensions, which loses nothing."""
@@ -246,6 +262,8 @@ class LatentAttention:
         assert config.scales.attention is not None
         self.scale, self.eps = config.scales.attention, LATENT_EPS
         self.rope = config.layer_ropes[layer]
+        self.growth = next((table for table, rope in enumerate(config.ropes) if rope.of_queries), None)
+        """Table by which queries grow with their position (Mistral 4)."""
         turned = config.ropes[self.rope].order(latent.rope) or tuple(range(latent.rope))
         heads, hidden = rank.part(config.num_heads), ShardSlice.whole(config.hidden_size)
         self.heads, self.hidden = heads.size, config.hidden_size
@@ -300,6 +318,9 @@ class LatentAttention:
             rows = ops.linear(self.q_latent, x_TE).unsqueeze(1)
             x_TE = ops.rms_norm(rows, self.q_norm_1L, self.eps).flatten(1)
         q = ops.linear(self.q, x_TE)
+        if self.growth is not None:
+            grown = forward.cos_ATD[self.growth], forward.sin_ATD[self.growth]
+            q = ops.rotary(q.view(len(q), -1, latent.rope), *grown).flatten(1)
         plain = self.heads * latent.nope
         q_THN = q[:, :plain].view(len(q), self.heads, latent.nope)
         q_THR = ops.rotary(q[:, plain:].view(len(q), self.heads, latent.rope), *angles)

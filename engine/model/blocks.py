@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llmbox.kernels.ops import Ops, PackedLinear
 
+from ..model_config.architecture import BIASED_NORMS
 from ..model_config.config import ModelConfig
 from ..weights.source import Weights, norm_bias, norm_weight
 from .forward_context import ForwardContext
@@ -202,23 +203,43 @@ class SandwichNormBlock(PostNormBlock):
 
 
 class ParallelBlock(DecoderBlock):
-    """One LayerNorm, whose result attention and MLP both read (Cohere)."""
+    """One LayerNorm, whose result attention and MLP both read (Cohere, Phi)."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
         super().__init__(config, weights, ops, attention, mlp)
         self.input_norm_E = weights.vector("input_layernorm.weight", config.hidden_size)
+        self.input_bias_E = None
+        if config.block in BIASED_NORMS:
+            self.input_bias_E = norm_bias(weights, "input_layernorm", self.input_norm_E)
 
     def first(self, residual_TE: Tensor) -> Tensor:
-        return self.ops.layer_norm(residual_TE, None, self.input_norm_E, self.eps)
+        return self.ops.layer_norm(residual_TE, None, self.input_norm_E, self.eps, self.input_bias_E)
 
     def enter(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
         return self.resume(self.complete(added_TE), residual_TE)
 
     def resume(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        return self.ops.layer_norm(added_TE, residual_TE, self.input_norm_E, self.eps)
+        return self.ops.layer_norm(added_TE, residual_TE, self.input_norm_E, self.eps, self.input_bias_E)
 
     def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
         added_TE = self.complete(self.attention(x_TE, forward))
         # Only the addition is needed: the norm comes with it.
         self.ops.add_rms_norm(added_TE, residual_TE, self.input_norm_E, self.eps)
         return self.mlp(x_TE)
+
+
+class ParallelNormsBlock(ParallelBlock):
+    """A LayerNorm for attention and one for the MLP, both of the layer's input (GPT-NeoX, Falcon)."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
+        super().__init__(config, weights, ops, attention, mlp)
+        self.mlp_norm_E = weights.vector("post_attention_layernorm.weight", config.hidden_size)
+        self.mlp_bias_E = norm_bias(weights, "post_attention_layernorm", self.mlp_norm_E)
+
+    def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
+        added_TE = self.complete(self.attention(x_TE, forward))
+        x_TE = self.ops.layer_norm(residual_TE, None, self.mlp_norm_E, self.eps, self.mlp_bias_E)
+        x_TE = self.mlp(x_TE)
+        # Only the addition is needed: the norm comes with it.
+        self.ops.add_rms_norm(added_TE, residual_TE, self.mlp_norm_E, self.eps)
+        return x_TE

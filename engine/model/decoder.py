@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.lora import AdaptedRows
+from llmbox.kernels.op_types import BatchLayout
 from llmbox.kernels.ops import Ops, PackedLinear
 
+from ..model_config.architecture import BIASED_NORMS
 from ..model_config.config import ModelConfig
 from ..weights.adapters import AdapterLayers
 from ..weights.source import Weights, WeightSource, norm_bias, norm_weight
@@ -40,9 +42,22 @@ class TokenEmbedding:
             config.hidden_size,
             tied=config.tie_word_embeddings and not config.is_bidirectional,
         )
+        self.positions_PE: Tensor | None = None
+        """Table of learned positions, where the first stage has one."""
+        self._positions_T: Tensor | None = None
+        if config.position_rows and self.rank.layout.is_first:
+            shape = config.position_rows, config.hidden_size
+            self.positions_PE = weights.floats("model.embed_positions.weight", *shape).to(weights.dtype)
+
+    def place(self, layout: BatchLayout | None) -> None:
+        """Take the positions of the rows that are looked up next."""
+        if self.positions_PE is not None:
+            assert layout is not None
+            self._positions_T = layout.positions_T
 
     def localize_ids(self, forward: ForwardContext) -> ForwardContext:
         """Map token ids to rows of this rank's slice; ids outside it are clamped and masked later."""
+        self.place(forward.layout)
         if self.part.is_whole:
             return forward
         local_T = forward.ids_T - self.part.start
@@ -51,7 +66,15 @@ class TokenEmbedding:
         return replace(forward, ids_T=local_T.clamp_(0, held - 1))
 
     def __call__(self, ids_T: Tensor) -> Tensor:
-        return self.complete(self.ops.embedding(self.packed, ids_T, self._scale))
+        x_TE = self.complete(self.ops.embedding(self.packed, ids_T, self._scale))
+        if self.positions_PE is not None:
+            self.ops.host_callback(self._add_positions, (x_TE,))
+        return x_TE
+
+    def _add_positions(self, x_TE: Tensor) -> None:
+        assert self.positions_PE is not None
+        assert self._positions_T is not None
+        x_TE.add_(self.positions_PE[self._positions_T.long()])
 
     def complete(self, x_TE: Tensor) -> Tensor:
         """Add up the ranks' rows of a table that is sliced as this one."""
@@ -107,7 +130,7 @@ class Decoder:
         self.layers = [make_layer(i, weights.at(f"model.layers.{i}")) for i in here]
         self.norm_E, self.head = self._norm_and_head(weights)
         self._norm = ops.before(self.head).add_rms_norm
-        if config.block in {"parallel", "layer_norm"}:
+        if config.block == "parallel" or config.block in BIASED_NORMS:
             self._norm = partial(ops.layer_norm, bias_E=self._norm_bias(weights))
         source.finish()
         self.mixtures = weights.mixtures
@@ -135,6 +158,8 @@ class Decoder:
         weights.skip("mtp.")  # `draft_heads.py` reads it from a source of its own
         if not self._has_table:
             weights.skip("model.embed_tokens.weight")
+        if not self.is_first:
+            weights.skip("model.embed_positions.weight")
         if not self.is_last:
             weights.skip("model.norm.weight")
             weights.skip("model.norm.bias")
@@ -154,7 +179,7 @@ class Decoder:
         return norm_E, weights.head("lm_head", vocab, config.hidden_size, bias=config.head_bias)
 
     def _norm_bias(self, weights: Weights) -> Tensor | None:
-        if self.config.block != "layer_norm" or self.norm_E is None:
+        if self.config.block not in BIASED_NORMS or self.norm_E is None:
             return None
         return norm_bias(weights, "model.norm", self.norm_E)
 
@@ -208,6 +233,8 @@ class Decoder:
         last layer and the sampler.
         """
         assert self.has_scores
+        assert self.embedding is not None
+        self.embedding.place(forward.layout)
         if self.clamps_ids:
             forward = replace(forward, ids_T=forward.ids_T.clamp(max=self.config.vocab_size - 1))
         return self._run_scored[with_best](forward)

@@ -20,6 +20,7 @@ from .blocks import (
     LayerNormBlock,
     Mixer,
     ParallelBlock,
+    ParallelNormsBlock,
     PostNormBlock,
     PreNormBlock,
     SandwichNormBlock,
@@ -38,6 +39,8 @@ BLOCKS: dict[BlockKind, _Block] = {
     "sandwich": SandwichNormBlock,
     "parallel": ParallelBlock,
     "layer_norm": LayerNormBlock,
+    "parallel_biased": ParallelBlock,
+    "parallel_norms": ParallelNormsBlock,
 }
 RECURRENT: dict[RecurrentKind, tuple[type[RecurrentLayer], str]] = {
     "gated_delta": (GatedDeltaNet, "linear_attn"),
@@ -114,7 +117,7 @@ def _make_mlp(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> M
 
 
 def _split_stacked_projections(config: ModelConfig, weights: Weights) -> None:
-    if config.has_stacked_projections:
+    if config.has_stacked_projections and not config.stacks_by_group:
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         weights.at("self_attn").split("qkv_proj", {"q_proj": q, "k_proj": kv, "v_proj": kv})
     if config.has_stacked_mlp:

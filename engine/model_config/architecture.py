@@ -21,12 +21,16 @@ if TYPE_CHECKING:
     from .config import ModelConfig
 
 BlockKind = Literal[
-    "pre_norm", "post_norm", "sandwich", "parallel", "single", "layer_norm", "scaled_sandwich", "altup"
-]
+    "pre_norm", "post_norm", "sandwich", "parallel", "single", "layer_norm", "parallel_biased",
+    "parallel_norms", "scaled_sandwich", "altup",
+]  # fmt: skip
 """Position of a layer's norms: before attention and MLP, after them, both, one LayerNorm before attention and
-MLP side by side, one norm before a layer that is attention or MLP, or LayerNorms with biases before both. The
-last two are those of Gemma 4 and 3n: norms as in "sandwich", then the embedding of the layer, and a scalar or
-streams (`AltUpConfig`)."""
+MLP side by side, one norm before a layer that is attention or MLP, or LayerNorms with biases before both.
+"parallel_biased" is "parallel" with a bias, and "parallel_norms" has a LayerNorm with a bias for each of the
+two. The last two are those of Gemma 4 and 3n: norms as in "sandwich", then the embedding of the layer, and a
+scalar or streams (`AltUpConfig`)."""
+BIASED_NORMS: frozenset[BlockKind] = frozenset({"layer_norm", "parallel_biased", "parallel_norms"})
+"""Blocks whose norms, and that of the model after the last of them, have biases."""
 AttentionGate = Literal["q_proj", "gate_proj"]
 """Linear with gates, by whose sigmoid attention's results are multiplied: behind the query of each head, or
 one of their own."""
@@ -156,6 +160,10 @@ def no_extras(_fields: Fields) -> tuple[int, int]:
     return 0, 0
 
 
+def no_rows(_fields: Fields) -> int:
+    return 0
+
+
 def as_it_is(_fields: Fields) -> Mapping[str, Any]:
     return {}
 
@@ -188,6 +196,8 @@ class ArchitectureTraits:
     """Position of norms."""
     has_stacked_projections: bool = False
     """True if checkpoints hold q, k and v as one tensor."""
+    stacks_by_group: bool = False
+    """True if that tensor holds the queries, the key and the value of each KV head in turn."""
     has_stacked_mlp: bool = False
     """True if checkpoints hold gate and up of MLPs as one tensor."""
     attention_gate: AttentionGate | None = None
@@ -215,6 +225,9 @@ class Architecture(ArchitectureTraits):
     """True if config.json has it in `text_config`, as the language model of a vision-language model."""
     nested: tuple["Architecture", ...] = ()
     """Architectures that `text_config` may name by its `model_type`; empty: this one whatever it names."""
+    text_type: str = ""
+    """`model_type` of `text_config` where that names none. It may name any architecture; empty: those of
+    `nested`."""
     attention_bias: bool = False
     """True if config.json may enable biases of q, k, v and o."""
     qkv_bias: bool = False
@@ -257,6 +270,10 @@ class Architecture(ArchitectureTraits):
     mtp: MTPStyle | None = None
     """Names of the layer for multi-token prediction that its checkpoints may have; None: they have none, or
     another one."""
+    variant: Callable[[Fields], Mapping[str, Any]] = as_it_is
+    """Rule that returns the fields of this class which depend on config.json."""
+    position_rows: Callable[[Fields], int] = no_rows
+    """Rule that returns the rows of the table of learned positions."""
     refuse: Callable[[Fields], None] = nothing
     """Rule that raises ModelError for options that would be computed wrongly."""
 

@@ -27,8 +27,9 @@ from .encoders.own_code import OWN_CODE_ENCODERS
 from .encoders.pooling import with_head
 from .families.gemma import GEMMA_MODELS
 from .families.gemma4 import GEMMA3N_MODELS, GEMMA4_MODELS
+from .families.gpt import GPT_FAMILIES
 from .families.hybrids import HYBRIDS, MULTIMODAL
-from .families.others import OTHER_FAMILIES
+from .families.others import MISTRAL4, OTHER_FAMILIES
 from .families.siblings import SIBLINGS
 from .fields import Fields, show
 from .moe import (
@@ -303,7 +304,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GlmForCausalLM": replace(_GLM4, model_type="glm", block="pre_norm", names={}),
     "Ministral3ForCausalLM": _MINISTRAL3,
     "Mistral3ForConditionalGeneration": replace(
-        _MISTRAL, defaults=MISTRAL3_TEXT, is_nested=True, nested=(_MISTRAL, _MINISTRAL3)
+        _MISTRAL, defaults=MISTRAL3_TEXT, is_nested=True, nested=(_MISTRAL, _MINISTRAL3, MISTRAL4)
     ),
     "LlavaForConditionalGeneration": replace(
         _LLAMA, is_nested=True, nested=(_MISTRAL, _LLAMA), refuse=refuse_other_texts
@@ -345,6 +346,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     **OTHER_FAMILIES,
     **MULTIMODAL,
     **SIBLINGS,
+    **GPT_FAMILIES,
 }
 """Architectures by the class name in `architectures` of config.json."""
 MISSING: dict[str, str] = {

@@ -1,6 +1,6 @@
 """Parsing of config.json into a `ModelConfig`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmbox.kernels.activation import UNGATED
@@ -27,7 +27,7 @@ from .architecture import (
     QKNorm,
     refuse_unsupported,
 )
-from .architectures import architecture_of
+from .architectures import architecture_of, named_architecture
 from .attention import LatentConfig
 from .encoders.pooling import has_head, read_vectors
 from .fields import (
@@ -121,6 +121,8 @@ class ModelConfig(ArchitectureTraits):
     """Vision tower, if it is one that is known."""
     image_problem: str = ""
     """Reason why there is none."""
+    position_rows: int = 0
+    """Rows of the table of learned positions, which are added to embeddings; 0: there is none."""
 
     @property
     def rope(self) -> RopeConfig:
@@ -262,7 +264,11 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
         fields = text_fields(fields)
         named = fields.raw.get("model_type")
         kind = next((inner for inner in kind.nested if inner.model_type == named), kind)
+        if kind.text_type:
+            named = {"model_type": named or kind.text_type, "architectures": None}
+            kind = named_architecture(Fields({**fields.raw, **named}, fields.where))
     fields = kind.complete(fields)
+    kind = replace(kind, **kind.variant(fields))
     refuse_unsupported(fields, kind)
     sizes = kind.read_sizes(fields)
     is_bidirectional = kind.encoder is not None or attends_both_ways(fields)
@@ -321,6 +327,7 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
         extra_params=kind.extra_params(fields),
         vision=vision,
         image_problem=image_problem,
+        position_rows=kind.position_rows(fields),
     )
 
 

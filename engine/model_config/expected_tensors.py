@@ -11,9 +11,10 @@ from typing import Final
 from llmbox.kernels.activation import UNGATED, XIELU
 
 from ..checkpoint.formats.weight_format import GgufFormat
-from ..checkpoint.index import NOT_NEEDED, ExpectedTensors, refuse_undeclared, renamed
+from ..checkpoint.index import NOT_NEEDED, ExpectedTensors, refuse_undeclared
+from ..checkpoint.names import renamed
 from ..checkpoint.safetensors import TensorEntry, misplaced_tensor, missing_tensor
-from .architecture import EncoderConfig
+from .architecture import BIASED_NORMS, EncoderConfig
 from .attention import LatentConfig
 from .config import ModelConfig
 from .moe import ExpertsConfig, StackedExperts
@@ -30,6 +31,8 @@ _NORMS: Final = {
     "scaled_sandwich": _SANDWICH,
     "altup": _SANDWICH,
     "parallel": ("input_layernorm",),
+    "parallel_biased": ("input_layernorm",),
+    "parallel_norms": _PRE,
     "single": ("input_layernorm",),
 }
 _RECURRENT: Final = {
@@ -75,6 +78,8 @@ def _check_decoder(found: ExpectedTensors, config: ModelConfig) -> tuple[str, ..
     """Take all tensors of a decoder; return prefixes of those that nothing needs."""
     hidden, recurrent = config.hidden_size, config.recurrent
     found.linears("", {"model.embed_tokens": config.vocab_size}, hidden)
+    if rows := config.position_rows:
+        found.linears("", {"model.embed_positions": rows}, hidden)
     if width := config.per_layer_width:
         row = config.per_layer_row
         found.linears("", {"model.embed_tokens_per_layer": config.per_layer_vocab}, row)
@@ -113,7 +118,7 @@ def _check_decoder(found: ExpectedTensors, config: ModelConfig) -> tuple[str, ..
 
 def _take_norm(found: ExpectedTensors, prefix: str, name: str, config: ModelConfig) -> None:
     found.take(found.at(prefix, f"{name}.weight"), config.hidden_size)
-    if config.block == "layer_norm":
+    if config.block in BIASED_NORMS:
         found.take(found.at(prefix, f"{name}.bias"), config.hidden_size)
 
 
@@ -159,6 +164,8 @@ def _take_attention(found: ExpectedTensors, module: str, config: ModelConfig, la
     else:  # some checkpoints have them, unused
         for name in ("k_proj", "v_proj", "k_norm"):
             found.take_all(found.at(module, name))
+    if config.stacks_by_group:
+        rows = {"qkv_proj": q + 2 * kv}
     stacks = ("qkv_proj",) if config.has_stacked_projections else ()
     found.linears(module, rows, hidden, bias=config.qkv_bias, stacks=stacks)
     if config.has_sinks:

@@ -1,11 +1,24 @@
 """Numbers of parameters of a model, for estimates of its memory and speed."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
 
 from llmbox.kernels.activation import UNGATED, XIELU
 
+from .architecture import BIASED_NORMS, BlockKind
+
 if TYPE_CHECKING:
     from .config import ModelConfig
+
+_NORMS: Final[Mapping[BlockKind, int]] = {
+    "sandwich": 4,
+    "scaled_sandwich": 4,
+    "altup": 4,
+    "parallel": 1,
+    "parallel_biased": 1,
+    "single": 1,
+}
+"""Norms of a layer, where there are not two."""
 
 
 def count_parameters(config: "ModelConfig") -> int:
@@ -17,7 +30,8 @@ def count_parameters(config: "ModelConfig") -> int:
     hidden, ffn = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     norms = {"heads": 2 * config.head_dim, "width": q + kv}.get(config.qk_norm or "", 0)
-    layer = {"sandwich": 4, "parallel": 1, "single": 1}.get(config.block, 2) * hidden + config.extra_params[0]
+    norm = hidden * (1 + (config.block in BIASED_NORMS))
+    layer = _NORMS.get(config.block, 2) * norm + config.extra_params[0]
     attention = norms + hidden * (q + 2 * kv) + q * hidden
     attention += q * (hidden + config.qkv_bias) * bool(config.attention_gate)
     attention += (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias
@@ -31,15 +45,16 @@ def count_parameters(config: "ModelConfig") -> int:
     mlp = matrices * hidden * ffn + ((matrices - 1) * ffn + hidden) * config.mlp_bias
     mlp += len(XIELU._fields) * (config.activation == "xielu")
     tables = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    tables += config.position_rows * hidden + config.vocab_size * config.head_bias
     experts = 0 if (moe := config.experts) is None else moe.num_layers * moe.parameters(hidden)
     layers = config.num_layers * layer + mixers + config.mlp_layers * mlp
-    return tables + layers + experts + hidden + config.extra_params[1]
+    return tables + layers + experts + norm + config.extra_params[1]
 
 
 def _count_by_layer(config: "ModelConfig") -> int:
     """Return the number of parameters where the layers differ in size."""
     hidden = config.hidden_size
-    norms = {"sandwich": 4, "scaled_sandwich": 4, "altup": 4, "parallel": 1}.get(config.block, 2) * hidden
+    norms = _NORMS.get(config.block, 2) * hidden
     tables = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
     tables += config.per_layer_vocab * config.per_layer_row
     return tables + config.num_layers * norms + count_linear_params(config) + hidden + config.extra_params[1]

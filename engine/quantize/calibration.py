@@ -172,9 +172,11 @@ class Calibration:
         for start in range(0, len(sequences), AT_ONCE):
             taken = sequences[start : start + AT_ONCE]
             ids_T = torch.tensor([token for ids in taken for token in ids])
+            layout = prefill_layout([len(ids) for ids in taken])
+            self._model.embedding.place(layout)
             residual_TE = self._model.embedding(ids_T)
             x_TE = first.first(residual_TE)
-            yield CalibrationPart(ids_T, prefill_layout([len(ids) for ids in taken]), x_TE, residual_TE)
+            yield CalibrationPart(ids_T, layout, x_TE, residual_TE)
 
     def _forward(self, part: CalibrationPart) -> ForwardContext:
         lengths_N = torch.tensor(part.ragged.query_lens)

@@ -30,7 +30,8 @@ from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.weight_packing import Packing
 
 from ..checkpoint.files import read_json
-from ..checkpoint.index import INDEX, list_tensors, nemotron_h_name
+from ..checkpoint.index import INDEX, list_tensors
+from ..checkpoint.names import nemotron_h_name
 from ..checkpoint.quantized_layout import COMPRESSED_FORMATS, FORMATS, entry_in_config
 from ..checkpoint.tensor_io import ShardWriter, atomic_directory, require_free_space
 from ..errors import DeviceError, ModelError

@@ -129,6 +129,9 @@ class AdapterReader:
         self._open.clear()
 
     def read(self, entry: TensorEntry) -> Tensor:
+        if entry.is_transposed:
+            turned = replace(entry, shape=entry.shape[::-1], is_transposed=False)
+            return self.read(turned).T.contiguous()
         stored = torch.empty(entry.shape, dtype=(ROUNDED_DTYPES | DTYPES)[entry.dtype])
         if self._keeps_open:
             if entry.file not in self._open:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..activation import UNGATED, XIELU, Activation
+from ..activation import CODES, UNGATED, XIELU, Activation
 from ..ops import Ops, StepInputs
 from ..quant_formats import Quant
 from .altup import CPUAltUp
 from .attention import CPUAttention, CPUAttentionMetadata, CPUKVCache
 from .command_buffer import CommandGraph, CommandRecorder
-from .experts import ACTIVATIONS, CPUExperts
+from .experts import CPUExperts
 from .ffi import Step
 from .lora import CPULora
 from .profile import CPUProfiler
@@ -255,7 +255,7 @@ class CPUBackend:
         width = gate_up_T2F.shape[1] // (1 if activation in UNGATED else 2)
         op = self.library.llmbox_gate_mul_op(
             DTYPES[gate_up_T2F.dtype],
-            ACTIVATIONS[activation],
+            CODES[activation],
             gate_up_T2F.data_ptr(),
             gate_up_T2F.stride(0),
             width,

@@ -5,15 +5,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ..activation import Activation
+from ..activation import CODES
 from ..lora import ExpertAdapters, LoraRows
 from ..op_types import ExpertResults, Mixture
 from .command_buffer import CommandRecorder
 from .ffi import NativeHeldExperts, NativeRouting, Step
 from .weight_packing import DTYPES, pointer, pointers
-
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2, "relu2": 3}
-"""Activation codes of native/elementwise.h."""
 
 
 def strided(rows: Tensor | None) -> tuple[int | None, int]:
@@ -69,6 +66,7 @@ class CPUExperts:
         assert shared_TE is None or (shared_TE.dtype == x_TE.dtype and shared_TE.stride(1) == 1)
         assert logits_TX.stride(1) == x_TE.stride(1) == 1
         assert results is None or mixture.owners is not None
+        assert CODES[mixture.activation] < 4
         here = NativeHeldExperts.of(mixture, None if results is None else mixture.owners)
         op = self.library.llmbox_experts_op(
             DTYPES[x_TE.dtype],
@@ -84,7 +82,7 @@ class CPUExperts:
             mixture.per_token,
             mixture.normalized,
             NativeRouting.of(mixture.routing),
-            ACTIVATIONS[mixture.activation],
+            CODES[mixture.activation],
             *(each for tensor in shared for each in strided(tensor)),
             *strided(out),
             None if adapters is None else adapters.gate_ups.addresses.buffer_info()[0],

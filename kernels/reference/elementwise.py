@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..activation import SWIGLU_ALPHA, SWIGLU_LIMIT, XIELU, Activation
+from ..activation import SWIGLU_ALPHA, SWIGLU_LIMIT, UNGATED, XIELU, Activation
 
 VECTOR = 64
 """Multiple of the numbers that torch computes as one vector, in every dtype and on every processor."""
@@ -77,8 +77,8 @@ def gate_mul(gate_up_T2F: Tensor, activation: Activation | XIELU) -> Tensor:
     """Compute activation(gate) * up, each step rounded to the model's dtype; xIELU is rounded once."""
     if isinstance(activation, XIELU):
         return _xielu(gate_up_T2F, activation)
-    if activation == "relu2":
-        return gate_up_T2F.relu().square_()
+    if activation in UNGATED:
+        return _ungated(gate_up_T2F, activation)
     gate, up = gate_up_T2F.chunk(2, dim=-1)
     if activation == "swiglu_oai":
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
@@ -88,6 +88,15 @@ def gate_mul(gate_up_T2F: Tensor, activation: Activation | XIELU) -> Tensor:
         return (share * gate).mul_(up + 1)
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return activated.mul_(up)
+
+
+def _ungated(x_TF: Tensor, activation: Activation) -> Tensor:
+    if activation in {"relu", "relu2"}:
+        y_TF = x_TF.relu()
+        return y_TF if activation == "relu" else y_TF.square_()
+    width = x_TF.shape[-1]  # padded as the sigmoid above
+    x_TF = F.pad(x_TF, (0, -width % VECTOR))
+    return F.gelu(x_TF, approximate="none" if activation == "gelu" else "tanh")[..., :width]
 
 
 def _xielu(x_TF: Tensor, numbers: XIELU) -> Tensor:

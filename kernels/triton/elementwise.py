@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activation import SWIGLU_ALPHA, SWIGLU_LIMIT, UNGATED, XIELU, Activation
+from ..activation import CODES, SWIGLU_ALPHA, SWIGLU_LIMIT, UNGATED, XIELU, Activation
 from .linear.quantize_activations import RowFormat, Rows8, left_arguments, left_constants, store_eight_bits
 from .linear.tile_config import power_of_two, warps_for
 
@@ -57,8 +57,8 @@ def tanh(x: tl.tensor) -> tl.tensor:
     return tl.where(x < 0.0, -positive, positive)
 
 
-CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2, "relu2": 3}
 WITH_GELU_TANH, WITH_SWIGLU_OAI, WITH_RELU2 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+WITH_GELU, WITH_GELU_NEW, WITH_RELU = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
@@ -137,13 +137,21 @@ def gated(x: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr, ACTIVATION: tl.c
     of both steps.
 
     All activations are x / (1 + e^-z): SiLU has z = x; GELU by tanh, x (1 + tanh(y)) / 2, has z = 2 y; that
-    of gpt-oss has z = 1.702 x, of limited numbers. Without a gate there is the square of max(x, 0).
+    of gpt-oss has z = 1.702 x, of limited numbers. Without a gate there are max(x, 0), its square, and GELU
+    by erf or tanh.
     """
     inside = column < WIDTH
     gate = tl.load(x + column, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
     if ACTIVATION == WITH_RELU2:
         return tl.where(wide < 0.0, 0.0, wide * wide).to(gate.dtype)
+    if ACTIVATION == WITH_RELU:
+        return tl.where(wide < 0.0, 0.0, wide).to(gate.dtype)
+    if ACTIVATION == WITH_GELU:
+        return (0.5 * wide * (1.0 + tl.erf(0.7071067811865476 * wide))).to(gate.dtype)
+    if ACTIVATION == WITH_GELU_NEW:
+        y = wide * (1.5957691216057308 + 0.07135481282671556 * wide * wide)
+        return (wide / (1.0 + tl.exp(-y))).to(gate.dtype)
     up = tl.load(x + WIDTH + column, mask=inside, other=0.0)
     z = wide
     if ACTIVATION == WITH_GELU_TANH:

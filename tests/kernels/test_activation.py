@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -38,6 +40,34 @@ def test_squared_relu_without_ups(ops: Ops, dtype: torch.dtype) -> None:
     got = ops.gate_mul(x.clone(), "relu2")
     assert got[2, 7].isnan()
     assert_near(got[:2], x[:2].double().relu() ** 2)
+
+
+UNGATED: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu": torch.nn.functional.gelu,
+    "gelu_new": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", UNGATED)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 123), (33, 2050)])
+def test_activations_without_ups(
+    ops: Ops, dtype: torch.dtype, activation: Activation, shape: tuple[int, int]
+) -> None:
+    x = (torch.randn(shape) * torch.logspace(-5, 1.2, shape[1])).to(dtype)
+    got = ops.gate_mul(x.clone(), activation)
+    assert_near(got, UNGATED[activation](x.double()))
+    for row in range(shape[0]):
+        assert torch.equal(ops.gate_mul(x[row : row + 1].clone(), activation), got[row : row + 1])
+    x[0, 0] = torch.nan
+    assert ops.gate_mul(x, activation)[0, 0].isnan()
+
+
+@pytest.mark.parametrize("activation", UNGATED)
+def test_far_from_zero_without_ups(ops: Ops, activation: Activation) -> None:
+    x = torch.tensor([[-1e30, -90.0, -12.0, -4.0, -1e-20, 0.0, 1e-20, 4.0, 12.0, 90.0, 1e30]])
+    assert_near(ops.gate_mul(x.clone(), activation), UNGATED[activation](x.double()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+LEFT_OUT: Any = object()
+"""Value of a key of `COMMON` that a family does not know."""
 COMMON: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -301,24 +303,54 @@ SIBLINGS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2]},
     "hy_v3": MOE | {"num_shared_experts": 2, "num_hidden_layers": 3},
     "ministral": {"sliding_window": 19, "layer_types": SLIDING_LAST},
+    "mistral4": LATENT
+    | {
+        "head_dim": LEFT_OUT,
+        "num_experts_per_tok": 2,
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+    },
     "nemotron": {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu2"},
     "solar_open": {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"},
     "stablelm": {"use_qkv_bias": True, "head_dim": None},
     "vaultgemma": {"sliding_window": 19, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+    "falcon": {
+        "head_dim": LEFT_OUT,
+        "num_kv_heads": 4,
+        "multi_query": True,
+        "ffn_hidden_size": 96,
+        "tie_word_embeddings": True,
+    },
+    "gpt2": {"n_inner": 96, "num_key_value_heads": None, "tie_word_embeddings": True},
+    "gpt_neox": {"num_key_value_heads": None, "head_dim": None},
+    "phi": {},
+    "starcoder2": {"sliding_window": 19, "head_dim": None, "tie_word_embeddings": True},
     "youtu": {key: value for key, value in LATENT.items() if key not in DEEPSEEK},
 }
 """The same for families that have the layers of those above."""
 
 
+def fields_of(arch: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    fields = COMMON | (FAMILIES | SIBLINGS).get(arch, {}) | overrides
+    return {key: value for key, value in fields.items() if value is not LEFT_OUT}
+
+
+def causal_model(arch: str) -> Any:
+    """Return the class of transformers for a `model_type`, also one that its `auto` classes lack."""
+    import transformers
+
+    return transformers.Mistral4ForCausalLM if arch == "mistral4" else transformers.AutoModelForCausalLM
+
+
 def make_family(directory: Path, arch: str, *, shards: int = 1, seed: int = 0, **overrides: Any) -> Path:
     """Write a model of a family as transformers publishes it. `shards`: at least so many files."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = AutoConfig.for_model(arch, **COMMON | (FAMILIES | SIBLINGS)[arch] | overrides)
+    config = AutoConfig.for_model(arch, **fields_of(arch, overrides))
     config.dtype = "float32"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    kind = causal_model(arch)
+    model = kind.from_config(config, dtype=torch.float32) if hasattr(kind, "from_config") else kind(config)
     randomize(model, seed)
     size = sum(weight.nbytes for weight in (*model.parameters(), *model.buffers()))
     model.save_pretrained(directory, max_shard_size=size // shards + 1)
@@ -359,7 +391,7 @@ def make_mistral_that_sees(directory: Path, arch: str) -> Path:
 
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8}
-    text = COMMON | FAMILIES.get(arch, {}) | {"model_type": arch}
+    text = fields_of(arch, {"model_type": arch})
     config = Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
     model = Mistral3ForConditionalGeneration(config)
     randomize(model, 0)
@@ -372,7 +404,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     """Draw weights wide enough that greedy tokens vary; those of norms stay near their defaults."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-        if "norm" in name or "scal" in name:
+        if "norm" in name or "scal" in name or ".ln_" in name:
             weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
             if "gemma" in model.config.model_type and "q_norm" in name:
                 weight.mul_(0.5)  # scores have no other scale, and steep softmaxes make rounding visible

@@ -91,6 +91,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "kimi-linear": ("kimi_linear", "KIMI_LINEAR", {}),
     "falcon-h1": ("falcon_h1", "FALCON_H1", {"projectors_bias": False}),
     "seed_oss": ("seed_oss", "SEED_OSS", {}),
+    "gpt2": ("gpt2", "GPT2", {}),
+    "gptneox": ("gpt_neox", "GPTNEOX", {}),
+    "falcon": ("falcon", "FALCON", {}),
+    "falcon-new": ("falcon", "FALCON", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "phi2": ("phi", "PHI2", {}),
+    "starcoder2": ("starcoder2", "STARCODER2", {}),
     "gemma3n": ("gemma3n_text", "GEMMA3N", {}),
     "gemma4": ("gemma4_text", "GEMMA4", {}),
     "gemma4-moe": ("gemma4_text", "GEMMA4", GEMMA4_MOE),
@@ -116,7 +122,7 @@ def write_family(
     """Write `model` with matrices in `kind`, which may be a function of a tensor's name. `extra`: further
     tensors. `metadata`: further keys of the architecture, dots as two underscores.
     """
-    config = json.loads((model / "config.json").read_text())
+    config = with_usual_keys(json.loads((model / "config.json").read_text()))
     arch = gguf.MODEL_ARCH[FAMILIES[family][1]]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
     add_settings(writer, arch.name, config)
@@ -130,6 +136,18 @@ def write_family(
         writer.add_tensor(name, np.array(numbers, dtype=np.float32))
     write_all(writer)
     return file
+
+
+def with_usual_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """Add the keys that most families have under other names."""
+    kind, names = config["model_type"], {"n_embd": "hidden_size", "n_head": "num_attention_heads"}
+    names |= {"n_layer": "num_hidden_layers", "n_positions": "max_position_embeddings"}
+    names |= {"n_inner": "intermediate_size", "norm_epsilon": "rms_norm_eps"}
+    config |= {usual: config[name] for name, usual in names.items() if name in config}
+    heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
+    if kind == "falcon":
+        heads = config["num_kv_heads"] if config["new_decoder_architecture"] else 1
+    return config | {"num_key_value_heads": heads}
 
 
 def tensors_of(
@@ -185,6 +203,9 @@ def converted(arrays: Arrays, arch: str, config: dict[str, Any]) -> Arrays:
         "KIMI_LINEAR": of_kimi,
         "FALCON_H1": of_falcon_h1,
         "GEMMA4": of_gemma4,
+        "GPT2": of_gpt2,
+        "GPTNEOX": with_stacks_in_order,
+        "FALCON": with_stacks_in_order,
     }
     arrays = rules.get(arch, lambda found, _: found)(arrays, config)
     if arch in {"MISTRAL3", "GRANITE_MOE", "GRANITE_HYBRID"}:
@@ -319,6 +340,22 @@ def of_granite(arrays: Arrays, config: dict[str, Any]) -> Arrays:
     return found
 
 
+def of_gpt2(arrays: Arrays, _config: dict[str, Any]) -> Arrays:
+    return {name: a.T if a.ndim == 2 and ".c_" in name else a for name, a in arrays.items()}
+
+
+def with_stacks_in_order(arrays: Arrays, config: dict[str, Any]) -> Arrays:
+    """All queries before all keys and values."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    found = dict(arrays)
+    for name, array in arrays.items():
+        if "query_key_value" in name:
+            parts = array.reshape(kv_heads, heads // kv_heads + 2, -1, *array.shape[1:])
+            split = (parts[:, :-2], parts[:, -2:-1], parts[:, -1:])
+            found[name] = np.concatenate([each.reshape(-1, *array.shape[1:]) for each in split])
+    return found
+
+
 def of_gpt_oss(arrays: Arrays, _config: dict[str, Any]) -> Arrays:
     found: Arrays = {}
     for name, array in arrays.items():
@@ -412,6 +449,10 @@ def of_gemma3n(arrays: Arrays, _config: dict[str, Any]) -> Arrays:
     return found | {name: np.stack(each) for name, each in stacks.items()}
 
 
+GPT = {"GPT2", "GPTNEOX", "FALCON", "PHI2", "STARCODER2"}
+LAYER_NORMS = GPT | {"COMMAND_R", "COHERE2"}
+
+
 def add_settings(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> None:
     writer.add_context_length(config.get("max_position_embeddings") or config["model_max_length"])
     writer.add_embedding_length(config["hidden_size"])
@@ -421,9 +462,7 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> 
         for key in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
         if key in config
     )
-    (writer.add_layer_norm_eps if "COHERE" in arch or arch == "COMMAND_R" else writer.add_layer_norm_rms_eps)(
-        eps
-    )
+    (writer.add_layer_norm_eps if arch in LAYER_NORMS else writer.add_layer_norm_rms_eps)(eps)
     if arch == "MAMBA2":
         writer.add_feed_forward_length(0)
         writer.add_head_count(0)

@@ -10,7 +10,7 @@ import numpy as np
 from gguf.quants import quantize
 from safetensors.numpy import load_file, save_file
 
-from llmbox.engine.checkpoint.index import inner_name
+from llmbox.engine.checkpoint.names import inner_name
 
 from .gguf_families import write_family
 from .gguf_models import side_by_side, write_gguf

@@ -1,5 +1,6 @@
 """Real engines on tiny models: load one, run requests through it, compare with transformers."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from llmbox.engine.ipc.messages import AddRequest, RequestOutput
 from llmbox.engine.model.decoder import Decoder
 from llmbox.engine.runner.cpu_runner import CPUModelRunner
 from llmbox.engine.sampling_params import SamplingParams
+from support.families import causal_model
 
 
 def load(directory: Path, **options: Any) -> Engine:
@@ -63,9 +65,8 @@ def tokens(engine: Engine, requests: Sequence[AddRequest]) -> dict[str, list[int
 
 
 def hf_model(directory: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    kind = causal_model(json.loads((directory / "config.json").read_text())["model_type"])
+    return kind.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 @torch.inference_mode()

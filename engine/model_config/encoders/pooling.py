@@ -226,8 +226,12 @@ _OTHERS = ("ForSequenceClassification", "TextModel", "Model")
 
 def with_head(architecture: str) -> str:
     """Return the class name with the output head: `Qwen3ForCausalLM` for `Qwen3Model`."""
-    end = next((end for end in _OTHERS if architecture.endswith(end)), None)
+    end = next((end for end in _OTHERS if _lacks_head(architecture, end)), None)
     return architecture if end is None else architecture.removesuffix(end) + _WHOLE
+
+
+def _lacks_head(architecture: str, ends: str | tuple[str, ...]) -> bool:
+    return architecture.endswith(ends) and not architecture.endswith("LMHeadModel")
 
 
 def has_head(fields: Fields, directory: Path) -> bool:
@@ -237,7 +241,7 @@ def has_head(fields: Fields, directory: Path) -> bool:
     """
     named = fields.raw.get("architectures") or []
     names = named if isinstance(named, list) else [named]
-    if any(isinstance(name, str) and name.endswith(_OTHERS) for name in names):
+    if any(isinstance(name, str) and _lacks_head(name, _OTHERS) for name in names):
         return False
     if fields.flag("tie_word_embeddings", default=False) or not is_declared(directory):
         return True

@@ -9,7 +9,7 @@ from typing import Any
 from ..architecture import Architecture, as_it_is
 from ..attention import deepseek_latent, deepseek_scales, deepseek_sizes
 from ..fields import Fields
-from ..moe import granite_hybrid_experts, lfm2_moe_experts, qwen3_5_moe_experts
+from ..moe import deepseek_v3_experts, granite_hybrid_experts, lfm2_moe_experts, qwen3_5_moe_experts
 from ..multipliers import falcon_h1_scales, granite_scales
 from ..recurrent.families import (
     bamba_recurrence,
@@ -301,23 +301,54 @@ def glm_ocr_ropes(fields: Fields, head_dim: int, positions: int, layers: int) ->
     return interleaved_rope(without_sections(fields), head_dim, positions, layers)
 
 
+def partial_rope_of_texts(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
+    """Return one RoPE over the first dimensions of a head, whose sections have the same position in texts."""
+    return partial_rope(without_sections(fields), head_dim, positions, layers)
+
+
+_GLM_OCR = Architecture(
+    model_type="glm_ocr_text",
+    defaults={"rms_norm_eps": 1e-5},
+    block="sandwich",
+    has_stacked_mlp=True,
+    ropes=glm_ocr_ropes,
+    is_nested=True,
+    names={
+        "post_attention_layernorm": "post_self_attn_layernorm",
+        "pre_feedforward_layernorm": "post_attention_layernorm",
+        "post_feedforward_layernorm": "post_mlp_layernorm",
+    },
+)
+_GLM4V = replace(_GLM_OCR, model_type="glm4v_text", qkv_bias=True)
+
 MULTIMODAL: dict[str, Architecture] = {
     "Idefics3ForConditionalGeneration": _LLAMA_INSIDE,
     "SmolVLMForConditionalGeneration": _LLAMA_INSIDE,
     "Lfm2VlForConditionalGeneration": replace(HYBRIDS["Lfm2ForCausalLM"], is_nested=True),
     "Lfm3VlForConditionalGeneration": replace(HYBRIDS["Lfm3ForCausalLM"], is_nested=True),
-    "GlmOcrForConditionalGeneration": Architecture(
-        model_type="glm_ocr_text",
-        defaults={"rms_norm_eps": 1e-5},
-        block="sandwich",
-        has_stacked_mlp=True,
-        ropes=glm_ocr_ropes,
-        is_nested=True,
-        names={
-            "post_attention_layernorm": "post_self_attn_layernorm",
-            "pre_feedforward_layernorm": "post_attention_layernorm",
-            "post_feedforward_layernorm": "post_mlp_layernorm",
+    "GlmOcrForConditionalGeneration": _GLM_OCR,
+    "Glm4vForConditionalGeneration": _GLM4V,
+    "Glm46VForConditionalGeneration": _GLM4V,
+    "Glm4vMoeForConditionalGeneration": Architecture(
+        model_type="glm4v_moe_text",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "partial_rotary_factor": 0.5,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
         },
+        attention_bias=True,
+        ropes=partial_rope_of_texts,
+        experts=deepseek_v3_experts,
+        is_nested=True,
+    ),
+    "InternVLForConditionalGeneration": Architecture(
+        model_type="internvl", is_nested=True, text_type="qwen2"
     ),
 }
 """Such models by the class name in `architectures` of config.json."""

@@ -1,5 +1,5 @@
-"""Llama 4, AFMoE, and families whose LayerNorms have biases (Phi-MoE, Nemotron, Jais 2, StableLM): defaults,
-rules and entries of `architectures.py`.
+"""Llama 4, Mistral 4, AFMoE, and families whose LayerNorms have biases (Phi-MoE, Nemotron, Jais 2, StableLM):
+defaults, rules and entries of `architectures.py`.
 """
 
 from collections.abc import Mapping
@@ -7,11 +7,34 @@ from dataclasses import replace
 from typing import Any
 
 from ..architecture import Architecture
-from ..attention import Windows, exaone4_windows, one_window
-from ..fields import Fields, show
-from ..moe import ExpertsConfig, StackedExperts, deepseek_v3_experts, selected_of
+from ..attention import (
+    Windows,
+    deepseek_latent,
+    deepseek_scales,
+    deepseek_sizes,
+    exaone4_windows,
+    one_window,
+)
+from ..fields import Fields, raw_rope, show
+from ..moe import (
+    ExpertsConfig,
+    StackedExperts,
+    deepseek_experts,
+    deepseek_v3_experts,
+    refuse_small_groups,
+    selected_of,
+)
 from ..multipliers import Scales
-from ..rope import LayerRopes, RopeConfig, interleaved_rope, one_rope, partial_rope, rope_of_sliding_layers
+from ..rope import (
+    MAX_FACTOR,
+    LayerRopes,
+    RopeConfig,
+    deepseek_rope,
+    interleaved_rope,
+    one_rope,
+    partial_rope,
+    rope_of_sliding_layers,
+)
 
 LLAMA4: Mapping[str, Any] = {
     "vocab_size": 202048,
@@ -31,6 +54,7 @@ LLAMA4: Mapping[str, Any] = {
 }
 """Defaults of transformers for its text part."""
 _CHUNKED, _FULL = "chunked_attention", "full_attention"
+_GROWTH = "llama_4_scaling_beta"
 
 
 def llama4_sizes(fields: Fields) -> dict[str, Any]:
@@ -131,12 +155,6 @@ def phimoe_experts(fields: Fields, layers: int) -> ExpertsConfig:
     )
 
 
-def biases_of_norms(fields: Fields) -> tuple[int, int]:
-    """Return the biases of norms and of the output head."""
-    hidden, vocab = fields.integer("hidden_size"), fields.integer("vocab_size")
-    return 2 * hidden, hidden + vocab * fields.flag("lm_head_bias", default=False)
-
-
 def afmoe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     found = deepseek_v3_experts(fields, layers)
     return found and replace(found, router="router.gate", correction="expert_bias")
@@ -145,6 +163,36 @@ def afmoe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
 def afmoe_scales(fields: Fields) -> Scales:
     is_scaled = fields.flag("mup_enabled", default=False)
     return Scales(embedding=fields.integer("hidden_size") ** 0.5 if is_scaled else 1.0)
+
+
+def mistral4_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
+    """Return the RoPE of latent attention, and a table that turns nothing: by it whole queries grow with
+    their position.
+    """
+    raw = raw_rope(fields)
+    rope = Fields(raw, f"{fields.where}: rope parameters")
+    growth, original = rope.number(_GROWTH, 0.0), rope.integer("original_max_position_embeddings", positions)
+    if not 0.0 <= growth <= MAX_FACTOR:
+        raise rope.error(f"{_GROWTH} {growth} must be from 0 to {MAX_FACTOR:.0f}")
+    if (sizes := deepseek_latent(fields)).nope % sizes.rope:
+        raise fields.error(
+            f"qk_nope_head_dim {sizes.nope} is not a multiple of qk_rope_head_dim {sizes.rope}"
+        )
+    others = {key: value for key, value in raw.items() if key not in {_GROWTH, "partial_rotary_factor"}}
+    # The part is that of a whole query. All dimensions of the rotated part are rotated.
+    changed = {"rope_parameters": others, "rope_scaling": None, "partial_rotary_factor": None}
+    plain = Fields({**fields.raw, **changed}, fields.where)
+    ropes, layer_ropes = deepseek_rope(plain, head_dim, positions, layers)
+    if not growth:
+        return ropes, layer_ropes
+    grown = RopeConfig(rotary_dim=0, query_growth=growth, original_context=original, of_queries=True)
+    return (*ropes, grown), layer_ropes
+
+
+def mistral4_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read a softmax router with groups, of which two experts count, beside shared experts."""
+    found = refuse_small_groups(fields, deepseek_experts(fields, layers, group_best=2))
+    return replace(found, stacked=StackedExperts()) if any(found.layers) else None
 
 
 def refuse_other_afmoe(fields: Fields) -> None:
@@ -183,7 +231,6 @@ _PHIMOE = Architecture(
     windows=one_window,
     ropes=one_rope,
     experts=phimoe_experts,
-    extra_params=biases_of_norms,
     own_code="modeling_phimoe.PhiMoEForCausalLM",
 )
 _NEMOTRON = Architecture(
@@ -197,8 +244,36 @@ _NEMOTRON = Architecture(
     mlp_bias=True,
     block="layer_norm",
     ropes=partial_rope,
-    extra_params=biases_of_norms,
     aliases={"rms_norm_eps": "norm_eps"},
+)
+MISTRAL4 = Architecture(
+    model_type="mistral4",
+    defaults={
+        "kv_lora_rank": 256,
+        "q_lora_rank": 1024,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            _GROWTH: 0.1,
+        },
+    },
+    sizes=deepseek_sizes,
+    latent=deepseek_latent,
+    scales=deepseek_scales,
+    ropes=mistral4_ropes,
+    experts=mistral4_experts,
 )
 
 OTHER_FAMILIES: dict[str, Architecture] = {
@@ -244,6 +319,7 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         ropes=one_rope,
         aliases={"rms_norm_eps": "layer_norm_eps"},
     ),
+    "Mistral4ForCausalLM": MISTRAL4,
     "NemotronForCausalLM": _NEMOTRON,
     "StableLmForCausalLM": Architecture(
         model_type="stablelm",
@@ -251,7 +327,6 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         attention_bias=True,
         block="layer_norm",
         ropes=partial_rope,
-        extra_params=biases_of_norms,
         aliases={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
         refuse=refuse_other_stablelm,
     ),

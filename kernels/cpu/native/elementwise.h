@@ -215,7 +215,9 @@ private:
 };
 
 // As Python names them (kernels/cpu/weight_packing.py).
-enum Activation : int { SILU = 0, GELU_TANH = 1, SWIGLU_OAI = 2, RELU2 = 3 };
+enum Activation : int { SILU = 0, GELU_TANH = 1, SWIGLU_OAI = 2, RELU2 = 3, GELU = 4, GELU_NEW = 5, RELU = 6 };
+
+constexpr bool is_gated(Activation a) { return a < RELU2; }
 
 // Both are x / (1 + e^-z): z = x is SiLU; GELU with its tanh, (1 + tanh(y)) / 2, has z = 2 y. From e^-|z|, so that
 // nothing overflows. That of gpt-oss has z = 1.702 x.
@@ -227,12 +229,32 @@ template <Activation A> INLINE Floats activated(Floats x) {
     return x * select(z < splat(0.f), e, one) / (one + e);
 }
 
-// gate = activated(gate) * up for `count` numbers; RELU2: gate = max(gate, 0)^2, without `up`. NaN stays.
+// erfc(z) for z >= 0, with an error of 1.2e-7 of it: Press et al., "Numerical Recipes in C", 1992, section 6.2.
+INLINE Floats erfc_positive(Floats z) {
+    const Floats t = splat(1.f) / multiply_add(splat(0.5f), z, splat(1.f));
+    Floats sum = splat(0.17087277f);
+    for (const float factor : {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f, 0.09678418f, 0.37409196f,
+                               1.00002368f, -1.26551223f})
+        sum = multiply_add(sum, t, splat(factor));
+    return t * exp_negative(multiply_add(-z, z, sum));
+}
+
+// Activations without a gate: max(x, 0)^2, max(x, 0), and GELU: by its tanh, or x times the normal distribution below x.
+template <Activation A> INLINE Floats ungated(Floats x) {
+    const Floats zero = splat(0.f);
+    if constexpr (A == RELU2) return select(x < zero, zero, x * x);
+    if constexpr (A == RELU) return select(x < zero, zero, x);
+    if constexpr (A == GELU_NEW) return activated<GELU_TANH>(x);
+    const Floats tail = splat(0.5f) * erfc_positive(abs(x) * splat(0.70710678f));
+    return x * select(x < zero, tail, splat(1.f) - tail);
+}
+
+// gate = activated(gate) * up for `count` numbers; without a gate: gate = ungated(gate), and no `up`. NaN stays.
 template <Activation A, class T> INLINE void gate_mul(T* gate, const T* up, int count) {
     for (int i = 0; i < count; i += LANES) {
         Floats g = load(gate + i, count - i);
-        if constexpr (A == RELU2) {
-            store(gate + i, select(g < splat(0.f), splat(0.f), g * g), count - i);
+        if constexpr (!is_gated(A)) {
+            store(gate + i, ungated<A>(g), count - i);
             continue;
         }
         Floats u = load(up + i, count - i);
@@ -256,7 +278,7 @@ template <class Each> void in_pieces(int rows, int width, Member& member, Each e
     }
 }
 
-// x is [rows, gate | up], for RELU2 [rows, gate]: out = activated(gate) * up, written over the gates.
+// x is [rows, gate | up], without a gate [rows, gate]: out = activated(gate) * up, written over the gates.
 template <Activation A, class T> class GateMulOp : public Op {
 public:
     OpKind kind() const override { return OpKind::ACTIVATION; }

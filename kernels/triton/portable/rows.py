@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...activation import UNGATED, Activation
-from ..elementwise import ALPHA, CODES, LIMIT, WITH_GELU_TANH, WITH_RELU2, WITH_SWIGLU_OAI
+from ...activation import CODES, UNGATED, Activation
+from ..elementwise import ALPHA, LIMIT, WITH_GELU_TANH, WITH_RELU2, WITH_SWIGLU_OAI
 from ..linear.tile_config import power_of_two as whole_tile
 from .arithmetic import (
     SUM_LANES,

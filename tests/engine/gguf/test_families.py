@@ -77,6 +77,8 @@ BLOCKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "seed_oss": (iq, WIDE),
     "dots1": (lambda tensor: "IQ2_XXS" if "_exps." in tensor else "Q8_0", WIDE | SMALL),
     "hunyuan-dense": ("NVFP4", WIDE),
+    "starcoder2": (q4_k_m, WIDE),
+    "gptneox": ("Q8_0", {}),
 }
 
 

@@ -52,7 +52,7 @@ def test_a_family_is_quantized_at_load(tmp_path: Path, arch: str, quant: str) ->
     assert tokens(engine, [PROMPT, *others])["a"] == alone["a"], "one request, one answer"
 
 
-@pytest.mark.parametrize("arch", ["mistral", "ministral3"])
+@pytest.mark.parametrize("arch", ["mistral", "ministral3", "mistral4"])
 def test_the_language_part_of_a_mistral_3(tmp_path: Path, arch: str) -> None:
     from transformers import Mistral3ForConditionalGeneration
 

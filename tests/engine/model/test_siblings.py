@@ -13,8 +13,12 @@ from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config.architectures import ARCHITECTURES
 from llmbox.engine.model_config.config import ModelConfig, parse_config
-from support.families import COMMON, MOE, SIBLINGS, make_family, randomize, spell_as_before
+from llmbox.engine.model_config.expected_tensors import check_weights
+from llmbox.engine.quantize.quantize import quantize
+from llmbox.kernels.quant_formats import QUANTS
+from support.families import COMMON, DEEPSEEK, MOE, SIBLINGS, make_family, randomize, spell_as_before
 from support.real_engines import all_logits, ask, hf_model, hf_tokens, load, runner_of, tokens
+from support.tiny_models import make_tiny_model
 
 PROMPT = ask("a", [3, 200, 17, 5, *range(40, 70), 9, 300], 8)
 
@@ -36,6 +40,47 @@ def test_tokens_of_transformers(tmp_path: Path, arch: str) -> None:
     compare(model, hf_model(model))
     spell_as_before(model)
     assert parse_config(model) == config
+
+
+GPT_VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("gpt_neox", {"use_parallel_residual": False, "hidden_act": "gelu_fast", "attention_bias": False}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
+    ("falcon", {"multi_query": False, "parallel_attn": False, "tie_word_embeddings": False}),
+    ("starcoder2", {"hidden_act": "relu", "use_bias": False, "tie_word_embeddings": False}),
+]
+
+
+@pytest.mark.parametrize(("arch", "fields"), GPT_VARIANTS)
+def test_places_of_norms_and_orders_of_projections(tmp_path: Path, arch: str, fields: dict[str, Any]) -> None:
+    model = make_family(tmp_path, arch, **fields)
+    config = parse_config(model)
+    assert config.num_parameters == sum(prod(entry.shape) for entry in list_tensors(model).values())
+    check_weights(str(model), config, list_tensors(model))
+    compare(model, hf_model(model))
+
+
+def test_a_gpt_2_as_it_was_published(tmp_path: Path) -> None:
+    """Its names have no `transformer.`, and masks are stored."""
+    model = make_family(tmp_path, "gpt2")
+    as_written = tokens(load(model), [PROMPT])
+    weights = load_file(model / "model.safetensors")
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 256, 256).bool().tril() for layer in range(2)}
+    plain = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    save_file(plain | masks, model / "model.safetensors", metadata={"format": "pt"})
+    check_weights(str(model), parse_config(model), list_tensors(model))
+    assert tokens(load(model), [PROMPT]) == as_written
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(raw | {"n_positions": 300}))
+    with pytest.raises(ModelError, match=r"'wpe.weight' has shape \[256, 64\], config.json asks for"):
+        check_weights(str(model), parse_config(model), list_tensors(model))
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "gpt_neox"])
+def test_checkpoints_with_other_names_are_quantized(tmp_path: Path, arch: str) -> None:
+    model = make_tiny_model(tmp_path / "wide", arch=arch)
+    quantize(model, tmp_path / "narrow", QUANTS["int8"], 1, lambda _done, _total: None)
+    assert tokens(load(tmp_path / "narrow"), [PROMPT]) == tokens(load(model, quant="int8"), [PROMPT])
 
 
 TOWER = {"hidden_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "num_position_embeddings": 16}
@@ -65,6 +110,43 @@ def test_the_language_part_of_a_qwen_that_sees(tmp_path: Path, arch: str) -> Non
         flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
         (tmp_path / "config.json").write_text(json.dumps(flat))
         assert parse_config(tmp_path) == same
+
+
+GLM_TOWER = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 64, "intermediate_size": 16}
+GLM_TOWER |= {"patch_size": 4, "image_size": 16}
+GLM_ROPE = {"rope_theta": 5000.0, "rope_type": "default", "mrope_section": [1, 1, 2]}
+GLM_ROPE |= {"partial_rotary_factor": 0.5}
+INTERNVL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+INTERNVL |= {"image_size": [16, 16], "patch_size": [4, 4]}
+BLIND: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "glm4v": ("glm4v", GLM_TOWER, {"rope_parameters": GLM_ROPE}),
+    "glm46v": (
+        "glm46v",
+        GLM_TOWER | {"model_type": "glm4v_vision"},
+        {"model_type": "glm4v_text", "rope_parameters": GLM_ROPE},
+    ),
+    "glm4v_moe": ("glm4v_moe", GLM_TOWER, DEEPSEEK | {"rope_parameters": GLM_ROPE}),
+    "internvl-qwen2": ("internvl", INTERNVL, {"model_type": "qwen2"}),
+    "internvl-qwen3_moe": ("internvl", INTERNVL, MOE | {"model_type": "qwen3_moe"}),
+}
+"""Kind, tower and `text_config` of models whose pictures are not read."""
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_the_language_part_where_pictures_are_not_read(tmp_path: Path, name: str) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    kind, tower, text = BLIND[name]
+    config = AutoConfig.for_model(
+        kind, text_config=COMMON | text, vision_config=tower, tie_word_embeddings=False
+    )
+    theirs = AutoModelForImageTextToText.from_config(config).eval()
+    randomize(theirs, 0)
+    theirs.save_pretrained(tmp_path)
+    found = parse_config(tmp_path)
+    check_weights(str(tmp_path), found, list_tensors(tmp_path))
+    assert f"the vision tower of {kind} is not supported" in found.image_problem
+    compare(tmp_path, theirs)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -124,6 +206,16 @@ HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
     ("name", "fields", "problem"),
     [
         ("StableLmForCausalLM", {"use_parallel_residual": True}, "use_parallel_residual is not supported"),
+        (
+            "InternVLForConditionalGeneration",
+            {"text_config": {"model_type": "internlm2", "hidden_size": 64}},
+            "architecture 'internlm2' is not supported",
+        ),
+        ("Mistral4ForCausalLM", {"qk_nope_head_dim": 96}, "is not a multiple of qk_rope_head_dim 64"),
+        ("FalconForCausalLM", {"alibi": True}, "alibi True is not supported"),
+        ("GPT2LMHeadModel", {"scale_attn_weights": False}, "scale_attn_weights False is not supported"),
+        ("PhiForCausalLM", {"qk_layernorm": True}, "qk_layernorm True is not supported"),
+        ("PhiForCausalLM", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported, only 'gelu'"),
         ("AfmoeForCausalLM", {"score_func": "softmax"}, "score_func 'softmax' is not supported of an AFMoE"),
         ("AfmoeForCausalLM", {"route_norm": False}, "route_norm False is not supported of an AFMoE"),
         ("HyperCLOVAXForCausalLM", {"use_post_norm": False}, "use_post_norm false is not supported"),

@@ -337,7 +337,7 @@ void check_rows(int dtype, int rows, int heads, int width) {
     for (int table : {0, 1}) run(llmbox_rotary_op(dtype, x.data(), row, heads, width, table), step);
     if (row % 2 == 0)
         for (int activation : {SILU, GELU_TANH}) run(llmbox_gate_mul_op(dtype, activation, x.data(), row, row / 2), step);
-    run(llmbox_gate_mul_op(dtype, RELU2, x.data(), row, row), step);
+    for (int activation : {RELU2, GELU, GELU_NEW, RELU}) run(llmbox_gate_mul_op(dtype, activation, x.data(), row, row), step);
     run(llmbox_xielu_op(dtype, x.data(), row, row, 0.8f, 0.9f, 0.5f, -1e-6f), step);
     must_be_finite(x, "rotary and gates");
 }

@@ -1,0 +1,168 @@
+"""Names of tensors: those of a causal language model, for names that families give them in checkpoints."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from ..errors import ModelError
+from .safetensors import TensorEntry, shown
+
+_INSIDE, _TABLE = "model.", "embed_tokens.weight"
+_LANGUAGE = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+}
+"""Prefixes of the language model in vision-language checkpoints (three styles), and of text-only ones."""
+VISION = tuple(
+    f"{at}{part}."
+    for at in ("", "model.")
+    for part in (
+        *(
+            "vision_tower",
+            "vision_model",
+            "vision_embedder",
+            "embed_vision",
+            "visual",
+            "multi_modal_projector",
+            "connector",
+        ),
+        *("audio_tower", "embed_audio"),
+    )
+)
+_INNER_TOWER = "vision_tower.vision_model."
+_SPELLED = {
+    "backbone.embeddings.": "model.embed_tokens.",
+    "backbone.norm_f.": "model.norm.",
+    "backbone.": "model.",
+    "model.embeddings.": "model.embed_tokens.",
+    "model.norm_f.": "model.norm.",
+    ".attention_layer_norm.": ".input_layernorm.",
+    ".feedforward_layer_norm.": ".post_attention_layernorm.",
+}
+"""Parts of names in checkpoints of Nemotron-H and OLMo-hybrid, and those of other architectures."""
+_DENSE: Final = {".dense_h_to_4h.": ".up_proj.", ".dense_4h_to_h.": ".down_proj."}
+_SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
+    "gpt_neox.embed_in.weight": {
+        "gpt_neox.embed_in.": "model.embed_tokens.",
+        "gpt_neox.final_layer_norm.": "model.norm.",
+        "gpt_neox.": "model.",
+        "embed_out.": "lm_head.",
+        ".attention.query_key_value.": ".self_attn.qkv_proj.",
+        ".attention.dense.": ".self_attn.o_proj.",
+        **_DENSE,
+    },
+    "transformer.word_embeddings.weight": {
+        "transformer.word_embeddings.": "model.embed_tokens.",
+        "transformer.ln_f.": "model.norm.",
+        "transformer.h.": "model.layers.",
+        ".self_attention.query_key_value.": ".self_attn.qkv_proj.",
+        ".self_attention.dense.": ".self_attn.o_proj.",
+        ".ln_attn.": ".input_layernorm.",
+        ".ln_mlp.": ".post_attention_layernorm.",
+        **_DENSE,
+    },
+    "wte.weight": {
+        "wte.": "model.embed_tokens.",
+        "wpe.": "model.embed_positions.",
+        "ln_f.": "model.norm.",
+        "h.": "model.layers.",
+        ".ln_1.": ".input_layernorm.",
+        ".ln_2.": ".post_attention_layernorm.",
+        ".attn.c_attn.": ".self_attn.qkv_proj.",
+        ".attn.c_proj.": ".self_attn.o_proj.",
+        ".c_fc.": ".up_proj.",
+        ".c_proj.": ".down_proj.",
+    },
+}
+"""The same for GPT-NeoX, Falcon and GPT-2, by the name of their embedding (`_GPT2`)."""
+_GPT2: Final = "transformer.", "wte.weight"
+"""Prefix that some checkpoints of GPT-2 have, and its embedding. Their linears are stored inputs first."""
+_OF_OTHER_SPELLING = ("backbone.embeddings.weight", "model.embeddings.weight", ".attention_layer_norm.weight")
+
+
+def vision_name(name: str) -> str:
+    name = name.removeprefix(_INSIDE)
+    return f"vision_tower.{name.removeprefix(_INNER_TOWER)}" if name.startswith(_INNER_TOWER) else name
+
+
+def full_names(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the tensors by their names in a causal language model. A checkpoint without a head omits the
+    prefix `model.`, a vision-language checkpoint has longer prefixes.
+    """
+    if any(name.startswith((*_LANGUAGE, *VISION)) for name in entries):
+        return language_part(entries)
+    if any(name.endswith(_OF_OTHER_SPELLING) for name in entries):
+        return renamed(entries, usual_name)
+    prefix, table = _GPT2
+    if prefix + table in entries:
+        entries = renamed(entries, lambda name: name.removeprefix(prefix))
+    for sign, parts in _SPELLED_BY.items():
+        if sign in entries:
+            found = renamed(entries, partial(respelled, parts))
+            return (
+                {name: inputs_first(name, each) for name, each in found.items()} if sign == table else found
+            )
+    if f"{_INSIDE}{_TABLE}" in entries or _TABLE not in entries:
+        return dict(entries)
+    return {
+        name if name.startswith("lm_head.") else f"{_INSIDE}{name}": entry for name, entry in entries.items()
+    }
+
+
+def inputs_first(name: str, entry: TensorEntry) -> TensorEntry:
+    """Return the entry of a linear whose matrix is stored as [inputs, outputs]; others as they are."""
+    if not name.endswith("_proj.weight") or len(entry.shape) != 2:
+        return entry
+    return replace(entry, shape=entry.shape[::-1], is_transposed=True)
+
+
+def language_part(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    return renamed(
+        {name: entry for name, entry in entries.items() if not name.startswith(VISION)}, inner_name
+    )
+
+
+def usual_name(name: str) -> str:
+    return respelled(_SPELLED, name)
+
+
+def respelled(parts: Mapping[str, str], name: str) -> str:
+    """Return a name with these parts replaced in order; those without a dot before them begin it."""
+    for part, usual in parts.items():
+        if part[0] == ".":
+            name = name.replace(part, usual)
+        elif name.startswith(part):
+            name = usual + name.removeprefix(part)
+    return name
+
+
+def nemotron_h_name(name: str) -> str:
+    """Return the name that published checkpoints of Nemotron-H have for a tensor."""
+    for part, usual in _SPELLED.items():
+        if part.startswith("backbone.") and name.startswith(usual):
+            return part + name.removeprefix(usual)
+    return name
+
+
+def renamed(entries: Mapping[str, TensorEntry], name_of: Callable[[str], str]) -> dict[str, TensorEntry]:
+    found: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        inner = name_of(name)
+        if inner in found:
+            raise ModelError(
+                f"{entry.file}: {shown(name)} and {shown(found[inner].name)} are the same tensor: refused, "
+                "fetch another copy of the model"
+            )
+        found[inner] = entry
+    return found
+
+
+def inner_name(name: str) -> str:
+    """Return the name in a text-only checkpoint of a tensor of the language model."""
+    for prefix, inner in _LANGUAGE.items():
+        if name.startswith(prefix):
+            return inner + name.removeprefix(prefix)
+    return name
