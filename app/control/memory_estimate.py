@@ -34,10 +34,6 @@ class MemoryNeed:
     """
     host: int = 0
     """The same of main memory, for models on GPUs."""
-    available: int = 0
-    """Bytes of main memory that are available now, with our models in it, for a model on a CPU. A load that
-    needs no more does not wait until the models that leave for it are gone.
-    """
 
     @property
     def budgets(self) -> dict[int, int]:
@@ -75,8 +71,7 @@ def sizes(
         raise
     except EngineError:
         return None
-    available = machine.memory.available if device == "cpu" else 0
-    return MemoryNeed(device, tuple(map(_memory_request, found)), have, host, available)
+    return MemoryNeed(device, tuple(map(_memory_request, found)), have, host)
 
 
 def _memory_request(plan: MemoryPlan) -> MemoryRequest:

@@ -293,10 +293,10 @@ class ModelScheduler:
             room = choose_placement(size.requests, size.budgets, residents, keep_owned=on_request)
             if isinstance(room, AllocationFailure):
                 raise no_room(config.name, room, residents)
+            for name in room.evict:
+                await self._evict(name, f"to make room for {config.name}")
             wanted = next(request for request in size.requests if request.places == room.places)
             share = min(wanted.want, room.free)
-            for name in room.evict:
-                await self._evict(name, f"to make room for {config.name}", waits=share > size.available)
             staying = (each.takes.get(HOST, 0) for each in residents if each.name not in room.evict)
             host = max(0, size.host - sum(staying))
             beside = {HOST: min(wanted.host_want, host)} if device == "cuda" else {}
@@ -331,8 +331,7 @@ class ModelScheduler:
         """Models in memory, and those being loaded with the memory reserved for them."""
         return self._memory.residents(device, but=but)
 
-    async def _evict(self, name: str, reason: str, *, waits: bool = True) -> None:
-        """Unload a model that is idle. `waits`: until its engine has ended and its memory is free."""
+    async def _evict(self, name: str, reason: str) -> None:
         model = self._engines.find(name)
         if model is None:
             return
@@ -340,10 +339,7 @@ class ModelScheduler:
         freed = 0 if info is None else sum(bytes_by_memory(info).values())
         if not model.on_request:
             self.evicted.add(model, reason)
-        if waits:
-            await self._engines.unload(name)
-        else:
-            self._engines.begin_unload(model)
+        await self._engines.unload(name)
         log.info("%s is unloaded %s: %s freed", name, reason, show_bytes(freed))
         self._events.publish("model.evicted", {"model": name, "reason": reason, "freed": freed})
 

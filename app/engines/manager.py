@@ -81,7 +81,6 @@ class EngineManager:
         self._loaded: dict[str, LoadedModel] = {}
         self._loading: dict[str, _Loading] = {}
         self._failures: dict[str, str] = {}
-        self._leaving: dict[str, asyncio.Task[None]] = {}
         self._draining = False
         self._has_served = False
         """At least one model has been ready since the start."""
@@ -141,19 +140,10 @@ class EngineManager:
             return
         if self._failures.pop(name, None) is not None:
             return
-        if (model := self._find(name)) is None:
+        model = self._find(name)
+        if model is None:
             raise model_not_found(name)
         del self._loaded[model.name]
-        await self._end(model)
-
-    def begin_unload(self, model: LoadedModel) -> None:
-        """Stop a model's engine in the background. It may still write KV blocks: a load of the name waits."""
-        del self._loaded[model.name]
-        leaving = asyncio.create_task(self._end(model), name=f"unload {model.name}")
-        self._leaving[model.name] = leaving
-        leaving.add_done_callback(lambda _: self._leaving.pop(model.name))
-
-    async def _end(self, model: LoadedModel) -> None:
         await model.supervisor.stop()
         self._release_text(model)
 
@@ -221,8 +211,6 @@ class EngineManager:
         supervisor, config = loading.supervisor, loading.config
         # Nobody asks for a start after a cool-down: it pushes out no model that the owner loaded meanwhile.
         supervisor.readmit = lambda config: self.admit(config, True)
-        if (leaving := self._leaving.get(config.name)) is not None:
-            await asyncio.wait({leaving})
         self._spares.begin()
         try:
             supervisor.admitted = await self.admit(config, loading.on_request)
@@ -264,7 +252,8 @@ class EngineManager:
         if self._draining:
             raise draining()
         name = self._only_name() if model is None else model
-        if (found := self._find(name)) is not None:
+        found = self._find(name)
+        if found is not None:
             found.touch()
             return found
         if any(name in taken for _, taken in self._names()):
@@ -351,7 +340,6 @@ class EngineManager:
         await asyncio.gather(*(self._cancel_load(loading) for loading in list(self._loading.values())))
         await asyncio.gather(*(self._stop(model) for model in self._loaded.values()))
         self._loaded.clear()
-        await asyncio.gather(*self._leaving.values())
 
     def _busy(self) -> bool:
         return any(model.supervisor.open_requests for model in self._loaded.values())

@@ -249,7 +249,6 @@ def make_scheduler(config: EngineConfig, plan: MemoryPlan, share: RankEngine) ->
         watermark=config.watermark,
         draft_rows=most_drafts,
         draft_row_price=draft_price,
-        draft_constrained=plan.ranks == 1,
         state_slots=plan.state_slots,
         short_context=share.rotary.short_context,
         window=plan.window,
