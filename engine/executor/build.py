@@ -150,7 +150,7 @@ def load_ranks(
         share = replace(share, proposers=local.proposers)
         return LoadedRanks(share, plan, local, share.measured, local)
     executor = SyncExecutor(local, local.prepare if isinstance(local, CPUModelRunner) else bool)
-    executor.prepare()
+    executor.prepare()  # KV blocks get their first pages while the rest of the load goes on
     return LoadedRanks(share, plan, executor, share.measured, local)
 
 
