@@ -165,9 +165,6 @@ class SchedulerConfig:
     draft_rows: int = 0
     """Maximum rows of a step with draft tokens (`draft_scheduler.py`); 0 turns drafts off. Only for executors
     whose rows are independent of each other."""
-    draft_constrained: bool = True
-    """Requests with a grammar or limited thoughts may have drafts. Not on several ranks: workers know the
-    grammar's mask of the next token alone."""
     draft_row_price: float = 0.0
     """Price of a row more, in times of a step, before any was measured (`speculation/draft_choice.py`)."""
 

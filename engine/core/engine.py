@@ -75,6 +75,9 @@ class Engine:
         self._images = scheduler.images
         self._runner = runner
         self._pipeline = pipeline_of(runner)
+        self._masks_ahead = bool(self._pipeline.ahead or info.worker_pids)
+        """The masks after drafts are known before their step: it samples all its rows at once, or workers do,
+        which have no grammars."""
         self._launched: deque[tuple[StepPlan, Any, float]] = deque()
         """Launched steps whose results have not been collected, oldest first, with the executor's handles and
         the clock."""
@@ -337,7 +340,7 @@ class Engine:
             request = row.request
             if row.samples and request.constraint is not None:
                 request.update_mask()
-                if row.drafts and self._pipeline.ahead:
+                if row.drafts and self._masks_ahead:
                     tokens, mask = request.token_ids, request.mask
                     row.draft_masks = request.constraint.allowed_after(tokens, mask, row.drafts)
 

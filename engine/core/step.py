@@ -42,8 +42,8 @@ class ScheduledRequest:
     """(position, slot): recurrent states to save after so many tokens, ascending; `start` < position <=
     `end`."""
     draft_masks: Sequence[bytes | None] = ()
-    """Grammar masks after the first drafts, for runners that sample all rows of a step at once; those behind
-    them cannot be accepted."""
+    """Grammar masks after the first drafts, for runners that sample all rows of a step at once and for
+    workers; drafts behind them cannot be accepted. Empty where the grammar itself is asked."""
     end: int = field(init=False)
     """Position after the last row; without drafts the position of the sampled token."""
 

@@ -92,7 +92,7 @@ _IN_MASKS = {"grammar", "triggers", "thinking"}
 """Parameters that workers meet in the masks alone."""
 _ROW = 9
 # Integers of a row: number, start, tokens, flags, admission, pending, new ids, new blocks, mask.
-_SAMPLES, _HAS_WINDOW, _HAS_STATE, _HAS_DRAFTS, _SAVE = 1, 2, 4, 8, 16
+_SAMPLES, _HAS_WINDOW, _HAS_STATE, _HAS_DRAFTS, _HAS_MASKS, _SAVE = 1, 2, 4, 8, 16, 32
 # Flags of a row, and the unit of the number of states that it saves.
 _MASK_UNIT = 4
 # Bytes of a grammar mask per integer.
@@ -167,15 +167,16 @@ class StepEncoder:
 
     def _row(self, numbers: "array[int]", row: ScheduledRequest, known: _Mirror) -> None:
         """Append the integers of `_ROW`, then the new ids, the new blocks, the mask, the saves; then what the
-        flags say: its state slot, drafts with their number, new blocks of sliding windows with theirs. Blocks
-        freed behind the window are not sent: they are not read.
+        flags say: its state slot, drafts with their number, masks after them with their number and sizes, new
+        blocks of sliding windows with their number. Blocks freed behind the window are not sent: they are not
+        read.
         """
         request = row.request
         ids = request.token_ids[known.tokens :]
         added = request.block_table[known.blocks :]
         flags = _SAMPLES * row.samples + _HAS_WINDOW * bool(request.window_table)
         flags += _HAS_STATE * (request.state_slot >= 0) + _HAS_DRAFTS * bool(row.drafts)
-        flags += _SAVE * len(row.saves)
+        flags += _HAS_MASKS * bool(row.draft_masks) + _SAVE * len(row.saves)
         numbers.extend((known.number, row.start, row.num_tokens, flags, row.admission))
         mask = _as_numbers(request.mask) if row.samples else array(NUMBER)
         numbers.extend((request.num_pending, len(ids), len(added), len(mask)))
@@ -188,6 +189,11 @@ class StepEncoder:
             numbers.append(request.state_slot)
         if row.drafts:
             numbers.extend((len(row.drafts), *row.drafts))
+        if row.draft_masks:
+            masks = [_as_numbers(each) for each in row.draft_masks]
+            numbers.extend((len(masks), *map(len, masks)))
+            for each in masks:
+                numbers.extend(each)
         if request.window_table:
             more = request.window_table[known.window_blocks :]
             numbers.extend((len(more), *more))
@@ -220,6 +226,8 @@ class StepDecoder:
         saves = list(islice(numbers, flags // _SAVE * 2))
         slot = next(numbers) if flags & _HAS_STATE else -1
         drafts = list(islice(numbers, next(numbers))) if flags & _HAS_DRAFTS else []
+        sizes = list(islice(numbers, next(numbers))) if flags & _HAS_MASKS else []
+        masks = [array(NUMBER, islice(numbers, size)).tobytes() or None for size in sizes]
         window = list(islice(numbers, next(numbers))) if flags & _HAS_WINDOW else []
         request = self._requests.get(number)
         if request is None:
@@ -232,7 +240,7 @@ class StepDecoder:
         request.mask = allowed or None
         pairs = tuple(zip(saves[::2], saves[1::2], strict=True))
         samples = bool(flags & _SAMPLES)
-        return ScheduledRequest(request, start, tokens, samples, admission, drafts=drafts, saves=pairs)
+        return ScheduledRequest(request, start, tokens, samples, admission, drafts, pairs, masks)
 
 
 def decode_graph(frame: Frame) -> int:

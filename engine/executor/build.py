@@ -150,6 +150,7 @@ def load_ranks(
         share = replace(share, proposers=local.proposers)
         return LoadedRanks(share, plan, local, share.measured, local)
     executor = SyncExecutor(local, local.prepare if isinstance(local, CPUModelRunner) else bool)
+    executor.prepare()  # KV blocks get their first pages while the rest of the load goes on
     return LoadedRanks(share, plan, executor, share.measured, local)
 
 
@@ -248,7 +249,6 @@ def make_scheduler(config: EngineConfig, plan: MemoryPlan, share: RankEngine) ->
         watermark=config.watermark,
         draft_rows=most_drafts,
         draft_row_price=draft_price,
-        draft_constrained=plan.ranks == 1,
         state_slots=plan.state_slots,
         short_context=share.rotary.short_context,
         window=plan.window,

@@ -180,6 +180,7 @@ def serve(engine: EngineProtocol, channel: Channel) -> None:
     Blocks in the kernel whenever there is nothing to do.
     """
     preparing = True
+    told = (0, 0, 0)
     pixels: dict[bytes, bytes] = {}
     profiler: StepProfiler | None = None
     while True:
@@ -204,7 +205,10 @@ def serve(engine: EngineProtocol, channel: Channel) -> None:
         if engine.has_work and not channel.congested:
             step = engine.step()
             preparing = True
-            channel.send(StepOutputs(outputs=outputs + step.outputs, stats=step.stats, times=step.times))
+            news = (step.stats.steps, step.stats.running, step.stats.waiting)
+            if outputs or step.outputs or step.times or news != told:  # else it waited for a disk
+                channel.send(StepOutputs(outputs=outputs + step.outputs, stats=step.stats, times=step.times))
+                told = news
         elif outputs:
             channel.send(StepOutputs(outputs=outputs, stats=engine.stats(), times=engine.take_times()))
 

@@ -112,7 +112,10 @@ def _take(result: StepResult, row: ScheduledRequest, depth: int, pick: SampledTo
     request.token_ids.append(pick.token_id)
     if finish_reason(request) is not None:
         return False
-    request.update_mask()
+    if row.draft_masks:
+        request.mask = row.draft_masks[depth] if depth < len(row.draft_masks) else None
+    else:
+        request.update_mask()
     return True
 
 

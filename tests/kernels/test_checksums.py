@@ -8,7 +8,7 @@ import pytest
 from llmbox.kernels.dispatch import load_backend
 from support.kernel_backends import backends
 
-SIZES = [0, 1, 15, 16, 17, 63, 64, 65, 80, 95, 127, 128, 1000, 16383, 16384, 16385, 50001]
+SIZES = [0, 1, 15, 16, 17, 63, 64, 65, 95, 128, 255, 256, 257, 511, 512, 1000, 16383, 16384, 16385, 50001]
 
 
 @pytest.mark.parametrize("name", [name for name in backends() if name.startswith("cpu ")])

@@ -100,7 +100,6 @@ class DraftScheduler:
         """`proposers`: those that run a model."""
         self._rows = config.draft_rows
         """Maximum rows of a step with drafts; 0: none has any."""
-        self._constrained = config.draft_constrained
         self._kv_cache = kv_cache
         self._clock = clock
         self._ngrams, self.answers = NgramProposer(), SuffixProposer()
@@ -243,7 +242,7 @@ class DraftScheduler:
         """Return the requests that may have drafts, with what lookups propose for those that may lose."""
         candidates, wanted, has_models = list[DraftCandidate](), list[DraftCandidate](), bool(self._models)
         for place, request in enumerate(requests):
-            if request.num_unknown or (request.constraint is not None and not self._constrained):
+            if request.num_unknown:
                 continue
             history = request.drafts or self._history(request)
             awaited = self._awaited.get(request)

@@ -31,6 +31,7 @@ class Mirroring(FakeOverlappingRunner):
         for row in plan.rows:
             if row.request.params.seed % 2 and row.samples:
                 row.request.mask = bytes([row.end % 256]) * 5
+                row.draft_masks = [None, bytes([row.end % 256]) * 5][: len(row.drafts)]
         frame = self.encoder.encode(plan)
         self.most = max(self.most, len(frame.encode()))
         mirrored = self.decoder.decode(Frame(frame.kind, frame.body, frame.numbers))
@@ -44,6 +45,7 @@ class Mirroring(FakeOverlappingRunner):
             )
             assert list(mirror.saves) == list(row.saves)
             assert list(mirror.drafts) == list(row.drafts)
+            assert mirror.draft_masks == [mask and mask + bytes(3) for mask in row.draft_masks]
             assert mirror.request.state_slot == row.request.state_slot
             window = slice(row.request.window_begin, None)
             assert mirror.request.window_table[window] == row.request.window_table[window]
@@ -135,7 +137,7 @@ def test_drafts_and_the_states_behind_them_cross(options, monkeypatch):
     runner = Mirroring(100, 1, 0, options.get("state_slots", 0))
     engine = Engine(scheduler, runner, INFO)
     for number in range(4):
-        params = SamplingParams(max_tokens=60, seed=2 * number, temperature=0.0)
+        params = SamplingParams(max_tokens=60, seed=number, temperature=0.0)
         engine.add(AddRequest(request_id=f"r{number}", prompt_ids=[5, 6] * 8, params=params))
     while engine.has_work:
         engine.step()

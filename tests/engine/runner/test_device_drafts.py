@@ -152,13 +152,14 @@ def test_a_whole_load_and_its_steps(small: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_ranks_draw_the_same(model: Path) -> None:
     """Each rank draws a part of the rows; what a draft made of a request, all of them know."""
-    requests = [repeating(number) for number in range(8)]
+    requests = [*(repeating(number) for number in range(8)), *mixed()[-4:]]
     with device_ranks(model, graphs=True, tp=2, speculate="off") as (engine, _):
-        expected = run(engine, requests)
+        expected = run(learned(engine), requests)
     with device_ranks(model, graphs=True, tp=2, speculate="on") as (engine, ranks):
         rows = ranks[0].runner._sizes.draft_rows
         engine._scheduler.drafting._rows = rows
-        compare(engine, requests, expected)
+        seen = compare(learned(engine), requests, expected)
+        assert sum(accepted(seen[f"grammar{n}"]) for n in range(4)) > 0, "workers get the masks after drafts"
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
