@@ -88,6 +88,11 @@ class StoredClient(HttpClient):
     def is_background(self) -> bool:
         return self.plan.is_background
 
+    @property
+    def latest(self) -> int:
+        """Number of the last event that was seen."""
+        return max(self._events, default=-1)
+
     def remember(self, other: "StoredClient") -> None:
         """Expect the events that another client has seen."""
         self._events = dict(other._events)
@@ -148,7 +153,7 @@ class StoredClient(HttpClient):
             return status == 200 or self._check_absence(status, told)
         leaves_after = self._world.chance.choice([None, None, 0, 2]) if self.is_background else None
         try:
-            await self.follow(max(self._events, default=-1), leaves_after)
+            await self.follow(self.latest, leaves_after)
         except ApiError as error:
             return self._check_absence(error.status, {"error": {"code": error.code}})
         return True
