@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import replace
 
 import torch
 
@@ -65,6 +66,7 @@ def select_ops(
         raise UnknownBackend(why)
     if portable and requested in OTHER_BITS:
         raise UnknownBackend(f"LLMBOX_KERNELS={requested}: its bits are not those of others; leave it unset")
+    problem = ""
     if runs_native(device, dtype, kv_dtype or dtype):
         try:
             return start(load_backend(requested or (PORTABLE_CPU if portable else BEST_CPU)), threads, quant)
@@ -74,7 +76,9 @@ def select_ops(
             if requested:
                 raise UnknownBackend(f"LLMBOX_KERNELS={requested}: {error}") from None
             log.warning("the fast CPU kernels are off, PyTorch's run instead: %s", error)
-    return ONEDNN if supports(device, dtype) else REFERENCE
+            problem = str(error)
+    ops = ONEDNN if supports(device, dtype) else REFERENCE
+    return replace(ops, problem=problem) if problem else ops
 
 
 def select_host(threads: int, quant: Quant | None) -> Ops:

@@ -45,12 +45,18 @@ def best_backend(names: list[str]) -> CPUBackend:
     """Load the first level that exists and that the system allows: AMX has to be requested."""
     if not native_obtainable():
         find_compiler()  # raises
+    problems = list[str]()
     for name, next_best in pairwise(names):
         try:
-            return load_backend(name)
+            backend = load_backend(name)
+            break
         except NativeUnavailable as error:
             log.warning("no kernels for %s, %s instead: %s", name, next_best, error)
-    return load_backend(names[-1])
+            problems.append(str(error))
+    else:
+        backend = load_backend(names[-1])
+    backend.problem = "; ".join(problems)
+    return backend
 
 
 def open_level(level: Level) -> tuple[ctypes.CDLL, str]:
