@@ -91,6 +91,10 @@ class Clients:
             raise BrokenRuleError(f"{request.id} runs on although its client has {outcome.status}")
         told = "" if outcome.error is None else outcome.error.code
         self._world.note(f"{request.id} {outcome.status} {told} {outcome.tokens} {outcome.reasons}")
+        client = self.stored.get(request.id)
+        if client is not None and (turn := client.next_turn()) is not None:
+            self.outcomes[turn.id] = Outcome(turn)
+            await self.ask(turn)
 
     async def _serve(self, request: RequestSetup, outcome: Outcome) -> None:
         """One request as a route handles it: model, place in the queue, prompt, submission, stream."""

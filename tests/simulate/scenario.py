@@ -57,6 +57,10 @@ class RequestSetup:
     """It reads the answer as a stream. Over HTTP alone; else it always does."""
     stored: StoredPlan | None = None
     """Its answer is stored. With the dialect `responses` alone."""
+    previous: str = ""
+    """Id of the stored response that it goes on from."""
+    num_known: int = 0
+    """First tokens of its prompt, which the daemon has of that response."""
 
     @property
     def is_poison(self) -> bool:

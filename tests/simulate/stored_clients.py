@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from .scenario import RequestSetup
     from .world import World
 
+_NEXT_TURN = [3, 1]
+"""Tokens that a client says after an answer."""
+
 _RANKS = {"queued": 0, "in_progress": 1, "completed": 2, "incomplete": 2, "failed": 2, "cancelled": 2}
 _END = 2
 _LOST = "The daemon stopped before this response had ended"
@@ -96,6 +99,27 @@ class StoredClient(HttpClient):
     def remember(self, other: "StoredClient") -> None:
         """Expect the events that another client has seen."""
         self._events = dict(other._events)
+
+    def next_turn(self) -> "RequestSetup | None":
+        """Return the request with which the client goes on from its response; None where it does not."""
+        request, end = self.request, self.state.end
+        if request.params.seed % 2 or end is None or self.state.deletion or self.plan.forgets:
+            return None
+        if end["status"] not in {"completed", "incomplete"}:
+            return None
+        said = [*request.prompt, *expected_answer(self._world, self._outcome, 0)[0]]
+        return replace(
+            request,
+            id=f"{request.id}-next",
+            at=0.0,
+            prompt=[*said, *_NEXT_TURN],
+            num_known=len(said),
+            previous=self.id,
+            max_tokens=3,
+            leaves_after=None,
+            leaves_at=None,
+            stored=None,
+        )
 
     def note_open(self) -> None:
         self.state = replace(self.state, opened_at=self._world.loop.time())
