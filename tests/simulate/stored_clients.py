@@ -48,6 +48,8 @@ class StoredPlan:
     deletes_after: float | None = None
     forgets: bool = False
     """It never comes back."""
+    goes_on: bool = False
+    """It asks for a next turn once the response has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,7 @@ class StoredClient(HttpClient):
     def next_turn(self) -> "RequestSetup | None":
         """Return the request with which the client goes on from its response; None where it does not."""
         request, end = self.request, self.state.end
-        if request.params.seed % 2 or end is None or self.state.deletion or self.plan.forgets:
+        if not self.plan.goes_on or end is None or self.state.deletion:
             return None
         if end["status"] not in {"completed", "incomplete"}:
             return None
