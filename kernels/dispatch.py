@@ -5,6 +5,7 @@ prebuilt one, or one compiled on this machine.
 import ctypes
 import logging
 import os
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -77,6 +78,7 @@ def select_ops(
         raise UnknownBackend(why)
     if portable and requested in OTHER_BITS:
         raise UnknownBackend(f"LLMBOX_KERNELS={requested}: its bits are not those of others; leave it unset")
+    problem = ""
     if runs_native(device, dtype, kv_dtype or dtype):
         try:
             return start(load_backend(requested or (PORTABLE_CPU if portable else BEST_CPU)), threads, quant)
@@ -86,7 +88,9 @@ def select_ops(
             if requested:
                 raise UnknownBackend(f"LLMBOX_KERNELS={requested}: {error}") from None
             log.warning("the fast CPU kernels are off, PyTorch's run instead: %s", error)
-    return ONEDNN if supports(device, dtype) else REFERENCE
+            problem = str(error)
+    ops = ONEDNN if supports(device, dtype) else REFERENCE
+    return replace(ops, problem=problem) if problem else ops
 
 
 def select_host(threads: int, quant: Quant | None) -> Ops:
@@ -230,12 +234,18 @@ def best_backend(names: list[str]) -> CPUBackend:
     """Load the first level that exists and that the system allows: AMX has to be requested."""
     if not native_obtainable():
         find_compiler()  # raises
+    problems = list[str]()
     for name, next_best in pairwise(names):
         try:
-            return load_backend(name)
+            backend = load_backend(name)
+            break
         except NativeUnavailable as error:
             log.warning("no kernels for %s, %s instead: %s", name, next_best, error)
-    return load_backend(names[-1])
+            problems.append(str(error))
+    else:
+        backend = load_backend(names[-1])
+    backend.problem = "; ".join(problems)
+    return backend
 
 
 def open_level(level: Level) -> tuple[ctypes.CDLL, str]:

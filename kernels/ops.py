@@ -359,16 +359,14 @@ class Ops:
 
     rank: Callable[[Tensor, Sequence[int], Sequence[int], int], CandidateRanks] | None = None
     """Logprobs: (logits_RV as for `best_of`, rows, one id for each, N) -> ranks of these ids and the N
-    likeliest.
-    """
+    likeliest."""
 
     sample: Sample | None = None
 
     count_last_tokens: Callable[[Tensor, PenaltyState], None] | None = None
     """(position_S, rules): count each row's last token, unless `sample` or this counted it at this position.
 
-    For rows that another rank samples; set where there is `sample`.
-    """
+    For rows that another rank samples; set where there is `sample`."""
 
     prepare_decode_inputs: Callable[[DecodeRows, Tensor | None, DecodeInputs, int], None] | None = None
     """Prepare decode inputs: (rows, sampled ids_R or None, inputs, block_size).
@@ -386,8 +384,10 @@ class Ops:
 
     warmup_batch_sizes: tuple[int, ...] = ()
     """Warmup batch sizes. Steps of these sizes, and one of the most rows, run every kernel variant for the
-    sizes between, so that everything compiled on first use is compiled. Empty: nothing is.
-    """
+    sizes between, so that everything compiled on first use is compiled. Empty: nothing is."""
+
+    problem: str = ""
+    """Reason why these kernels run instead of faster ones; empty if the best do."""
 
     def before(self, reader: PackedLinear | None) -> "Ops":
         """Return operations for results that `reader` multiplies next; None: it is not known.

@@ -247,7 +247,12 @@ def _in_memory(program: Program) -> Iterator[Finding]:
     """Report what each loaded model runs on, and why."""
     for model in program.client.get("/admin/api/models")["models"]:
         if (info := model["info"]) is not None:
-            yield Finding(f"loaded {model['name']}", "ok", "; ".join([runs_on(info), *info["notes"]]))
+            text = "; ".join([runs_on(info), *info["notes"]])
+            if info.get("kernels_problem"):
+                fix = f"see llmbox logs; then llmbox unload {model['name']}, and load it again"
+                yield Finding(f"loaded {model['name']}", "note", text, fix)
+            else:
+                yield Finding(f"loaded {model['name']}", "ok", text)
 
 
 def _check_port(program: Program) -> Iterator[Finding]:

@@ -107,8 +107,9 @@ def load_engine(config: EngineConfig, progress: Callable[[ToDaemon], None]) -> E
     layout = plan.layout(0)
     loaded = load_ranks(config, plan, layout, weights_progress(progress))
     took = time.monotonic() - started
+    kernels, pids = loaded.share, loaded.worker_pids
     info = model_info(
-        config, model, loaded.plan, loaded.share.backend, took, loaded.measured, loaded.worker_pids
+        config, model, loaded.plan, kernels.backend, took, loaded.measured, pids, problem=kernels.problem
     )
     scheduler = make_scheduler(config, loaded.plan, loaded.share)
     if loaded.share.takes_adapters:

@@ -240,6 +240,8 @@ def model_info(
     load_seconds: float,
     measured: int | None,
     worker_pids: list[int],
+    *,
+    problem: str = "",
 ) -> ModelInfo:
     pooling = read_pooling(Path(config.model_path), generates=model.has_head)
     width, labels = model.hidden_size, 0
@@ -256,6 +258,7 @@ def model_info(
         kv_dtype=plan.kv_dtype,
         quant=plan.quant,
         backend=backend,
+        kernels_problem=problem,
         context_window=plan.context,
         vocab_size=model.vocab_size,
         block_size=plan.block_size,
@@ -276,7 +279,7 @@ def model_info(
         state_bytes=plan.state_bytes * plan.ranks,
         gpus=tuple(plan.gpus),
         worker_pids=tuple(worker_pids),
-        notes=plan.notes,
+        notes=(*plan.notes, *((f"slower kernels run: {problem}",) if problem else ())),
         hidden_size=width,
         num_labels=labels,
         pooling=pooling.pooling,

@@ -69,6 +69,8 @@ class RankEngine:
     """Pictures of a model with a vision tower."""
     takes_adapters: bool = False
     """Rows may have a LoRA adapter."""
+    problem: str = ""
+    """`Ops.problem` of the kernels."""
 
     def finish(
         self, agree: Agree = int
@@ -106,7 +108,7 @@ def load_rank(
     kernels: tuple[str, ...] = (ops.name, "" if ops.packing is None else ops.packing.layout, config.exact)
     if model_config.is_bidirectional:
         encoder = _make_encoder_runner(model, rotary, plan, directory, device)
-        return RankEngine(rotary, kernels, encoder, plan, ops.name, measured)
+        return RankEngine(rotary, kernels, encoder, plan, ops.name, measured, problem=ops.problem)
     assert isinstance(model, Decoder)
     kv_shape, window_shape = cache_shapes(model_config, plan, layout, kv_dtype, dtype)
     images = None if plan.image_problem else load_images(model_config, directory, ops, dtype, device, layout)
@@ -127,7 +129,17 @@ def load_rank(
         proposers, head = load_proposers(replace(target, runner=runner))
     kernels += (head,) if head else ()
     return RankEngine(
-        rotary, kernels, runner, plan, ops.name, measured, rows, proposers, images, takes_adapters
+        rotary,
+        kernels,
+        runner,
+        plan,
+        ops.name,
+        measured,
+        rows,
+        proposers,
+        images,
+        takes_adapters,
+        ops.problem,
     )
 
 

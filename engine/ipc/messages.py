@@ -166,6 +166,8 @@ class ModelInfo:
     kv_dtype: str
     backend: str
     """Name of the kernels that run, such as `reference` or `triton`."""
+    kernels_problem: str = ""
+    """Reason why these run instead of faster ones, also in `notes`; empty if the best do."""
     context_window: int
     vocab_size: int
     block_size: int
@@ -187,8 +189,8 @@ class ModelInfo:
     pp: int = 1
     """Pipeline-parallel size."""
     expert_parallel: bool = False
-    redundant_experts: int = 0
     """True if the ranks of a stage have whole experts."""
+    redundant_experts: int = 0
     state_slots: int = 0
     """Slots of recurrent state; 0 for a model without."""
     state_bytes: int = 0
@@ -225,8 +227,7 @@ class ModelInfo:
     prefill_bytes: int = 0
     """Memory of the prefill engine and of the hand-over, which `workspace_bytes` counts."""
     expert_bytes: int = 0
-    """Main memory of experts that the CPU computes beside a GPU; 0: experts are on the device. Not in
-    `weights_bytes`."""
+    """Main memory, not in `weights_bytes`, of experts that the CPU computes beside a GPU; 0: none."""
     expert_quant: str = "none"
     """Format of these experts."""
     host_bytes: int = 0
@@ -289,8 +290,7 @@ class RequestOutput:
     looked_up_tokens: int | None = None
     """Prompt tokens looked up: those in whole blocks before the last token; sent with the first output."""
     prefix_end: PrefixMissReason | None = None
-    """Reason why the cache covered no more of them; sent with the first output. It may reveal other
-    namespaces: it is for the operator and must not reach the client."""
+    """Reason why the cache covered no more, sent with the first output; for the operator, not for clients."""
     scheduled_at: float | None = None
     """CLOCK_MONOTONIC seconds when prefill began; sent with the first output."""
     draft_tokens: int = 0

@@ -34,6 +34,7 @@ class CPUBackend:
         self.library = library
         self.layout = layout
         self.origin = origin
+        self.problem = ""
         self.recorder = CommandRecorder(library)
         self.drawing = CPUSampling(library, self.recorder)
         self.name = name
@@ -45,6 +46,7 @@ class CPUBackend:
         experts = CPUExperts(self.library, self.recorder)
         return Ops(
             name=f"{self.name} ({self.origin})" + ("" if quant is None else f", {quant.name} weights"),
+            problem=self.problem,
             pack_embedding=lambda weight_VE, tied: packer.pack("tied" if tied else "table", weight_VE),
             embedding=self.embedding,
             pack_linear=lambda weight_OI, bias_O: packer.pack("linear", weight_OI, bias_O),

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from .isa import Level, cache_folder, usable_levels
+from .isa import Level, cache_folder, usable_levels, user_cache_folder
 
 SOURCES = Path(__file__).parent / "native"
 FLAGS = (
@@ -34,8 +34,9 @@ FLAGS = (
     "-fno-trapping-math",
 )
 COMPILERS = ("c++", "g++", "clang++")
-TIMEOUT_S = 300
-"""Most seconds of one compiler at the first start; a wheel's build takes its own limit."""
+TIMEOUT_S = 1500
+"""Most seconds of one compiler at the first start. It computes for some twenty, perhaps on a tenth of a core.
+The daemon ends a load sooner whose compiler stands still (`Watchdog`). A wheel's build has its own limit."""
 MOST_AT_ONCE = 8
 """Most compilers at a time; one takes 0.25 to 0.4 GB."""
 SECONDS = {
@@ -215,9 +216,10 @@ def is_built(level: Level) -> bool:
     if find_prebuilt(level)[0] is not None:
         return True
     try:
-        return is_intact(cache_folder() / library_name(level, find_compiler()))
+        name, folder = library_name(level, find_compiler()), cache_folder()
     except NativeUnavailable:
         return False
+    return is_intact(folder / name) or read_shared(name, folder) is not None
 
 
 def library_name(level: Level, compiler: list[str]) -> str:
@@ -257,8 +259,25 @@ def library_in(folder: Path, name: str, level: Level, compiler: list[str]) -> Pa
         if not is_intact(path):  # another process may just have built it
             for left in folder.glob(f"{UNFINISHED}*"):  # left by a process killed while it compiled
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
-            build(compiler, level, path)
+            if (content := read_shared(name, folder)) is not None:
+                keep(path, lambda made: made.write_bytes(content))
+            else:
+                build(compiler, level, path)
     return path
+
+
+def read_shared(name: str, folder: Path) -> bytes | None:
+    """Return the library from the user's own cache where `folder` is another one, as that of a new
+    `--data-dir`. None if there is none, or one that others could have written.
+    """
+    try:
+        path = user_cache_folder() / name
+        if path.parent == folder or not (is_ours(path.parent) and is_ours(path)):
+            return None
+        content = path.read_bytes()
+    except (OSError, RuntimeError):  # the user may have no home
+        return None
+    return content if is_whole(content) else None
 
 
 def find_compiled(level: Level, folder: Path) -> Path | None:
@@ -294,18 +313,33 @@ def temporary_folder() -> Path:
 def is_intact(path: Path) -> bool:
     """Return whether the file exists, belongs to us or to root, and matches the digest at its end."""
     try:
-        status = path.stat()
+        return is_ours(path) and is_sealed(path)
     except OSError:
         return False
-    return status.st_uid in {0, os.geteuid()} and not status.st_mode & 0o022 and is_sealed(path)
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether a file or a folder belongs to us or to root, and nobody else can write to it. Raises
+    OSError.
+    """
+    status = path.stat()
+    return status.st_uid in {0, os.geteuid()} and not status.st_mode & 0o022
 
 
 def build(compiler: list[str], level: Level, path: Path) -> None:
-    log.info("compiling the CPU kernels for %s, once for this machine", level.name)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:
-        made = Path(folder) / path.name
+    def make(made: Path) -> None:
         compile_library(compiler, level, made, progress=compile_progress.get())
         seal(made)
+
+    log.info("compiling the CPU kernels for %s, once for this machine", level.name)
+    keep(path, make)
+
+
+def keep(path: Path, make: Callable[[Path], object]) -> None:
+    """Have a library made in a folder beside `path`, and put it there once it is whole."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:
+        made = Path(folder) / path.name
+        make(made)
         made.chmod(0o700)
         made.replace(path)
 
@@ -315,8 +349,7 @@ def private_folder(folder: Path) -> None:
     NativeUnavailable.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid not in {0, os.geteuid()} or status.st_mode & 0o022:
+    if not is_ours(folder):
         raise NativeUnavailable(f"the kernel cache {folder} can be written by others: chmod 700 {folder}")
 
 
@@ -339,9 +372,12 @@ def seal(path: Path) -> None:
 def is_sealed(path: Path) -> bool:
     """Return whether the file exists and is undamaged."""
     try:
-        content = path.read_bytes()
+        return is_whole(path.read_bytes())
     except OSError:
         return False
+
+
+def is_whole(content: bytes) -> bool:
     return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
 
 

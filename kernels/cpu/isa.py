@@ -123,7 +123,10 @@ KERNEL_CACHE = "LLMBOX_KERNEL_CACHE"
 
 def cache_folder() -> Path:
     base = os.environ.get(KERNEL_CACHE)
-    if base:
-        return Path(base)
+    return Path(base) if base else user_cache_folder()
+
+
+def user_cache_folder() -> Path:
+    """Return the folder of daemons without `--data-dir`. Raises RuntimeError if the user has no home."""
     xdg = os.environ.get("XDG_CACHE_HOME")
     return (Path(xdg) if xdg else Path.home() / ".cache") / "llmbox" / "kernels"

@@ -6,6 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError
 from llmbox.app.gateway.generation import Delta, Generation
 from llmbox.app.gateway.open_request import OpenRequest
@@ -58,7 +59,7 @@ class Clients:
         self._loop = world.loop
         self.outcomes = {request.id: Outcome(request) for request in world.scenario.requests}
         self._opened: dict[str, OpenRequest] = {}
-        self._reserved: dict[str, RequestSetup] = {}
+        self._reserved: dict[str, tuple[RequestSetup, Supervisor]] = {}
         """Requests that have a place in a queue and are not submitted yet."""
         self._asking: dict[str, RequestSetup] = {}
         """Requests over HTTP whose answer has not ended."""
@@ -90,6 +91,10 @@ class Clients:
             raise BrokenRuleError(f"{request.id} runs on although its client has {outcome.status}")
         told = "" if outcome.error is None else outcome.error.code
         self._world.note(f"{request.id} {outcome.status} {told} {outcome.tokens} {outcome.reasons}")
+        client = self.stored.get(request.id)
+        if client is not None and (turn := client.next_turn()) is not None:
+            self.outcomes[turn.id] = Outcome(turn)
+            await self.ask(turn)
 
     async def _serve(self, request: RequestSetup, outcome: Outcome) -> None:
         """One request as a route handles it: model, place in the queue, prompt, submission, stream."""
@@ -100,7 +105,7 @@ class Clients:
         model = await self._world.residency.find(request.model)
         outcome.open_choices = self._count_with_asking(request.model)
         reservation = model.supervisor.reserve(request.n, request.tenant)
-        self._reserved[request.id] = request
+        self._reserved[request.id] = request, model.supervisor
         try:
             await asyncio.sleep(request.preparing)
         except asyncio.CancelledError:  # the place is given back when the task has ended
@@ -216,8 +221,9 @@ class Clients:
         ]
         held = sum(
             request.n
-            for request in self._reserved.values()
-            if request.model == name and tenant in {None, request.tenant}
+            for request, supervisor in self._reserved.values()
+            # Places of a model that was unloaded meanwhile are none of the one that was loaded after it.
+            if request.model == name and tenant in {None, request.tenant} and supervisor.state != "stopped"
         )
         return sum(not stream.finished for stream in streams) + held
 

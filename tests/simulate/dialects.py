@@ -66,7 +66,7 @@ class Dialect:
 
 
 def _text_of(request: "RequestSetup") -> str:
-    return "".join(chr(48 + token) for token in request.prompt)
+    return "".join(chr(48 + token) for token in request.prompt[request.num_known :])
 
 
 def _told(event: bytes) -> list[bytes]:
@@ -190,6 +190,7 @@ class Responses(Dialect):
             "temperature": request.params.temperature,
             "max_output_tokens": request.max_tokens,
             "input": _text_of(request),
+            "previous_response_id": request.previous or None,
             "store": True if request.stored is not None else None,
             "background": True if request.stored is not None and request.stored.is_background else None,
         }

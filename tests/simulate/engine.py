@@ -268,6 +268,8 @@ class StepRules:
         admitted = [r for r in self._waited.values() if r.request_id in scheduler._running]
         pool = scheduler.pool
         free = int(sizes.get("watermark", 0.0) * pool.num_blocks)
+        for row in plan.rows:  # drafts come after the admissions, and may take what these left
+            free -= pool.blocks_for(row.end) - pool.blocks_for(row.end - len(row.drafts))
         if len(scheduler._running) > len(admitted) > 0 and pool.num_available < free:
             raise BrokenRuleError(f"admission left {pool.num_available} blocks, the watermark is {free}")
 

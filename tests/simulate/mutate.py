@@ -89,6 +89,7 @@ UNIT_TESTS = {
     "app/engines/manager.py": ("app/engines/test_manager",),
     "app/lifecycle/drain.py": ("app/lifecycle/test_background_tasks", *_STORED),
     "app/http/openai_responses/stored.py": _STORED,
+    "app/http/openai_responses/translate.py": _STORED,
     "app/http/openai_responses/writer.py": _STORED,
     "app/store/queries/stored_answers.py": _STORED,
 }

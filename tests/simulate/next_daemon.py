@@ -91,7 +91,7 @@ async def _check_response(
         check_tokens(world, outcome)
         visitor.remember(client)
     if world.chance.random() < 0.5:
-        await visitor.follow(-1)
+        await visitor.follow(world.chance.choice((-1, client.latest)) if is_lost(told) else -1)
     if world.chance.random() < 0.3:
         await _delete(visitor)
 

@@ -120,6 +120,8 @@ def refusal_problem(world: "World", outcome: "Outcome") -> str:
             is_right = scenario.weather == "models"
         case "model_load_failed" | "does_not_fit":
             is_right = _load_failed(world)
+        case "previous_response_not_found" | "previous_response_lost" | "request_log_unavailable":
+            is_right = bool(request.previous) and scenario.loses_answers
         case "draining" | "server_shutdown" | "shutting_down":
             is_right = world.is_drained_early
         case _:

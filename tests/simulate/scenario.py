@@ -57,6 +57,10 @@ class RequestSetup:
     """It reads the answer as a stream. Over HTTP alone; else it always does."""
     stored: StoredPlan | None = None
     """Its answer is stored. With the dialect `responses` alone."""
+    previous: str = ""
+    """Id of the stored response that it goes on from."""
+    num_known: int = 0
+    """First tokens of its prompt, which the daemon has of that response."""
 
     @property
     def is_poison(self) -> bool:
@@ -208,7 +212,9 @@ def _draw_stored(chance: Random, scenario: Scenario) -> None:
     for request in scenario.requests:
         if chance.random() < 0.6 and _may_ask_over_http(request):
             _ask_over_http(chance, request, "responses")
-            request.stored, request.keep_alive = draw_plan(chance), None
+            plan = draw_plan(chance)
+            request.stored = replace(plan, goes_on=request.params.seed % 2 == 0 and not plan.forgets)
+            request.keep_alive = None
             if request.streams and chance.random() < 0.4:  # it comes back for the rest of the events
                 request.leaves_after = chance.randint(0, 4)
     end = max((request.at for request in scenario.requests), default=0.0) + 5.0

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from .scenario import RequestSetup
     from .world import World
 
+_NEXT_TURN = [3, 1]
+"""Tokens that a client says after an answer."""
+
 _RANKS = {"queued": 0, "in_progress": 1, "completed": 2, "incomplete": 2, "failed": 2, "cancelled": 2}
 _END = 2
 _LOST = "The daemon stopped before this response had ended"
@@ -45,6 +48,8 @@ class StoredPlan:
     deletes_after: float | None = None
     forgets: bool = False
     """It never comes back."""
+    goes_on: bool = False
+    """It asks for a next turn once the response has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +93,35 @@ class StoredClient(HttpClient):
     def is_background(self) -> bool:
         return self.plan.is_background
 
+    @property
+    def latest(self) -> int:
+        """Number of the last event that was seen."""
+        return max(self._events, default=-1)
+
     def remember(self, other: "StoredClient") -> None:
         """Expect the events that another client has seen."""
         self._events = dict(other._events)
+
+    def next_turn(self) -> "RequestSetup | None":
+        """Return the request with which the client goes on from its response; None where it does not."""
+        request, end = self.request, self.state.end
+        if not self.plan.goes_on or end is None or self.state.deletion:
+            return None
+        if end["status"] not in {"completed", "incomplete"}:
+            return None
+        said = [*request.prompt, *expected_answer(self._world, self._outcome, 0)[0]]
+        return replace(
+            request,
+            id=f"{request.id}-next",
+            at=0.0,
+            prompt=[*said, *_NEXT_TURN],
+            num_known=len(said),
+            previous=self.id,
+            max_tokens=3,
+            leaves_after=None,
+            leaves_at=None,
+            stored=None,
+        )
 
     def note_open(self) -> None:
         self.state = replace(self.state, opened_at=self._world.loop.time())
@@ -148,7 +179,7 @@ class StoredClient(HttpClient):
             return status == 200 or self._check_absence(status, told)
         leaves_after = self._world.chance.choice([None, None, 0, 2]) if self.is_background else None
         try:
-            await self.follow(max(self._events, default=-1), leaves_after)
+            await self.follow(self.latest, leaves_after)
         except ApiError as error:
             return self._check_absence(error.status, {"error": {"code": error.code}})
         return True

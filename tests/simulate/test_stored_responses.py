@@ -47,6 +47,17 @@ def test_seeds_with_stored_responses_keep_the_pass_rule(monkeypatch):
         assert ends[True, how], f"no background response was {how}"
 
 
+def test_nobody_goes_on_from_a_response_whose_end_was_lost(monkeypatch):
+    """Found by this seed: the next turn's prompt had the question before it, without its answer."""
+    monkeypatch.setattr("simulate.scenario.STORED_SHARE", 1.0)
+    world = World(draw_scenario(1216))
+    assert simulate(1216, world.scenario, world).broken == ""
+    refusals = {
+        outcome.error.code for outcome in world.clients.outcomes.values() if outcome.error is not None
+    }
+    assert "previous_response_lost" in refusals
+
+
 def run_leaving_clients(*, streams=True, follows=True):
     """One client leaves in the middle of its stream and comes back for the rest of the events."""
     requests = [

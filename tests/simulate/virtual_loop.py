@@ -2,8 +2,9 @@
 
 import asyncio
 import heapq
-from asyncio.events import Handle, TimerHandle
+from asyncio.events import TimerHandle
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from typing import Any
 
 _RESOLUTION = 1e-9
@@ -32,6 +33,31 @@ class VirtualClock:
         self._wall += seconds
 
 
+class VirtualHandle(TimerHandle):
+    """Callback of a `VirtualLoop`, with a time or without. A run makes thousands: nothing is kept for
+    debugging, and the loop itself calls it.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        loop: "VirtualLoop",
+        context: Context | None,
+    ) -> None:
+        self._when, self._callback, self._args, self._loop = when, callback, args, loop
+        self._context = copy_context() if context is None else context
+        self._cancelled = self._scheduled = False
+        self._repr = self._source_traceback = None
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._callback = self._args = None
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """Event loop in virtual time, without descriptors, threads and signals.
 
@@ -45,7 +71,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.clock = clock
         self._turns_left = most_turns
         self._clock_resolution = _RESOLUTION
-        self._timers: list[tuple[float, int, TimerHandle]] = []
+        self._timers: list[tuple[float, int, VirtualHandle]] = []
         self._timers_set = 0
         self.thread_delay: Callable[[], float] = float
         self.watch: Callable[[int, Callable[[], None]], None] = lambda *_: None
@@ -57,14 +83,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self.clock.now
 
-    def call_soon(self, callback: Callable[..., object], *args: Any, context: Any = None) -> Handle:
-        handle = Handle(callback, args, self, context)
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Any = None) -> VirtualHandle:
+        handle = VirtualHandle(0.0, callback, args, self, context)
         self._ready.append(handle)
         return handle
 
     def call_later(
         self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None
-    ) -> TimerHandle:
+    ) -> VirtualHandle:
         """Call after a delay, which is long enough for the clock to move: rounding leaves shorter ones."""
         if 0 < delay < 2 * _RESOLUTION:
             delay = 2 * _RESOLUTION
@@ -72,8 +98,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
-    ) -> TimerHandle:
-        timer = TimerHandle(when, callback, args, self, context)
+    ) -> VirtualHandle:
+        timer = VirtualHandle(when, callback, args, self, context)
         self._timers_set += 1
         heapq.heappush(self._timers, (when, self._timers_set, timer))
         return timer
@@ -84,7 +110,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if self._turns_left < 0:
             raise StuckError("the loop goes round without an end")
         ready, timers, clock = self._ready, self._timers, self.clock
-        while timers and timers[0][2].cancelled():
+        while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
         if not ready and not self._stopping:
             if not timers:
@@ -95,8 +121,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
             ready.append(heapq.heappop(timers)[2])
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle.cancelled():
-                handle._run()
+            if not handle._cancelled:
+                try:
+                    handle._context.run(handle._callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001 - as every loop does
+                    self.call_exception_handler({"message": f"exception in {handle!r}", "exception": error})
 
     def add_reader(self, fd: int, callback: Callable[..., object], *args: object) -> None:
         self.watch(fd, lambda: callback(*args))

@@ -244,9 +244,12 @@ def _last_load(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _note(model: Mapping[str, Any]) -> str:
-    """Name what a model makes that makes no text, or targets that it cannot meet; empty for others."""
-    queue = model.get("queue")
-    return _makes(model["info"]) or (queue["problem"] if queue else "")
+    """Name what a model makes that makes no text, targets that it cannot meet, and why slower kernels run;
+    empty for others.
+    """
+    info, queue = model["info"], model.get("queue")
+    problem = f"slower kernels run: {info['kernels_problem']}" if info and info.get("kernels_problem") else ""
+    return "; ".join(filter(None, (_makes(info), queue["problem"] if queue else "", problem)))
 
 
 def _makes(info: Mapping[str, Any] | None) -> str:

@@ -119,6 +119,8 @@ def _loaded(model: LoadedModel) -> ModelStatus:
     described = _of(model.supervisor)
     described.aliases = sorted(model.aliases)
     described.warnings = list(model.text.warnings)
+    if described.info is not None and described.info.kernels_problem:
+        described.warnings.append(f"slower kernels run: {described.info.kernels_problem}")
     described.chat = model.text.chat_template is not None
     described.loaded_at, described.last_used = model.loaded_at, model.last_used
     described.pinned, described.busy, described.ttl_s = model.pinned, model.busy, model.ttl

@@ -54,7 +54,7 @@ class ModelStatus(Struct, kw_only=True):
     asked: dict[str, Scalar] = field(default_factory=dict)
     """Options that the load named; the other `options` come from the settings."""
     warnings: list[str] = field(default_factory=list)
-    """Ignored declarations in the model's files, and features that will not work."""
+    """Ignored declarations in the model's files, features that will not work, why slower kernels run."""
     error_code: str | None = None
     retry_s: int | None = None
     """Seconds until a failed model's engine is started again; null where it is not."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -187,9 +187,7 @@ async def stored_response(
     if live is not None:
         return EventStreamResponse(live.follow(after), STREAM)
     found = await _find(services, owner, response_id)
-    return EventStreamResponse(
-        _replay_events(_require_ended(found), found.answer.get(CUTS, ()), after), STREAM
-    )
+    return EventStreamResponse(_replay_events(found, after), STREAM)
 
 
 @post(_PATH + "/cancel", status_code=200, name="stored_response_cancel", operation_id="cancelResponse")
@@ -242,15 +240,23 @@ async def _now(services: Services, owner: str, response_id: str) -> Any:
 
 def _require_ended(found: StoredAnswer) -> dict[str, Any]:
     data = {name: value for name, value in found.answer.items() if name != CUTS}
-    if data["status"] == "in_progress":  # an earlier daemon left it unfinished
+    if _is_lost(found):
         data |= {"status": "failed", "error": {"code": "server_error", "message": _LOST}}
     return data
 
 
-async def _replay_events(
-    response: dict[str, Any], cuts: Sequence[int], after: int
-) -> AsyncGenerator[bytes, None]:
-    for event in replay(response, cuts):
+def _is_lost(found: StoredAnswer) -> bool:
+    """Return whether an earlier daemon left a response unfinished."""
+    return bool(found.answer["status"] == "in_progress")
+
+
+async def _replay_events(found: StoredAnswer, after: int) -> AsyncGenerator[bytes, None]:
+    """Yield the events after number `after`. Nobody knows how many a lost response had: its end comes
+    after those that its reader has.
+    """
+    for event in replay(_require_ended(found), found.answer.get(CUTS, ())):
+        if _is_lost(found) and event["type"] == "response.failed":
+            event["sequence_number"] = max(event["sequence_number"], after + 1)
         if event["sequence_number"] > after:
             yield framed(event)
 

@@ -200,6 +200,14 @@ async def _chain(call: RequestContext, previous: str) -> list[dict[str, Any]]:
         raise ApiError(400, f"A conversation has at most {most} responses.", "invalid_value", _PREVIOUS)
     if missing:
         raise not_found("response", missing, _PREVIOUS, code="previous_response_not_found")
+    lost = next((turn.id for turn in chain if turn.answer["status"] == "in_progress"), None)
+    if lost is not None:
+        raise ApiError(
+            400,
+            f"The end of the response {lost!r} was lost: nothing goes on from it. Send all items as 'input'.",
+            "previous_response_lost",
+            _PREVIOUS,
+        )
     return [item for turn in chain for item in (*turn.input, *turn.answer["output"])]
 
 

@@ -22,6 +22,13 @@ def test_a_model_that_is_not_measured():
     assert _note({"info": None}) == ""  # a daemon that is older
 
 
+def test_slower_kernels_are_told():
+    info = {"generates": True, "kernels_problem": "c++ does not run"}
+    assert _note({"info": info}) == "slower kernels run: c++ does not run"
+    assert _note({"info": {**info, "kernels_problem": ""}}) == ""
+    assert _note({"info": info, "queue": {**QUEUE, "problem": "too slow"}}).startswith("too slow; slower")
+
+
 def test_measured_times():
     assert _latency(QUEUE) == {"a request now": "first token after 250 ms, a token every 40 ms"}
 

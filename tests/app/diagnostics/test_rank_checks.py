@@ -48,6 +48,10 @@ def test_doctor_tells_what_loaded_models_run_on_and_why():
     program.client = FakeClient({"/admin/api/models": {"models": models}})
     told = "cuda bfloat16 on 4 ranks (tp 2, pp 2); as asked"
     assert list(checks._in_memory(program)) == [Finding("loaded org/big", "ok", told)]
+    models[0]["info"] = {**INFO, "kernels_problem": "no room"}
+    (found,) = checks._in_memory(program)
+    assert (found.status, found.message) == ("note", told)
+    assert "llmbox unload org/big" in found.fix
 
 
 def test_show_tells_it_too(capsys):

@@ -11,6 +11,7 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DeviceError
 from llmbox.engine.executor.build import load_engine
 from llmbox.engine.executor.load_model import delta_or_none, memory_in_use
+from llmbox.kernels.cpu.build import NativeUnavailable
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model
 
@@ -87,3 +88,14 @@ def test_our_kernels_do(tmp_path, monkeypatch):
     engine = load(make_tiny_model(tmp_path), deterministic=True)
     assert engine.info.backend.startswith("cpu")
     assert len(tokens(engine, [ask("a", [5, 6, 7], 4)])["a"]) == 4
+
+
+def test_slower_kernels_are_told_with_their_reason(tmp_path, monkeypatch):
+    def refuse(_name):
+        raise NativeUnavailable("no room")
+
+    monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
+    monkeypatch.setattr("llmbox.kernels.dispatch.load_backend", refuse)
+    info = load(make_tiny_model(tmp_path)).info
+    assert info.kernels_problem == "no room"
+    assert info.notes[-1] == "slower kernels run: no room"

@@ -125,6 +125,49 @@ def test_a_damaged_library_is_built_again(tiny: Path, damage: str) -> None:
     assert answer(build.library_path(LEVEL)) == 42
 
 
+@pytest.fixture
+def of_the_user(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library in the user's own cache, which is another one than `tiny`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv("LLMBOX_KERNEL_CACHE")
+    path = build.library_path(LEVEL)
+    monkeypatch.setenv("LLMBOX_KERNEL_CACHE", str(tiny))
+    return path
+
+
+def refuse_to_compile(*_: object, **__: object) -> None:
+    raise AssertionError("it is compiled again")
+
+
+def test_another_data_folder_takes_the_library_of_the_user(
+    tiny: Path, of_the_user: Path, told: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "compile_library", refuse_to_compile)
+    assert of_the_user.parent == tiny.parent / "xdg/llmbox/kernels"
+    assert build.is_built(LEVEL)
+    path = build.library_path(LEVEL)
+    assert path == tiny / of_the_user.name
+    assert path.read_bytes() == of_the_user.read_bytes()
+    assert path.stat().st_mode & 0o077 == 0
+    of_the_user.unlink()
+    assert answer(build.library_path(LEVEL)) == 42
+    assert told == []
+
+
+@pytest.mark.parametrize("damage", ["flipped", "file for others", "folder for others"])
+def test_a_library_of_the_user_that_others_could_have_written_is_compiled_again(
+    tiny: Path, of_the_user: Path, told: list[tuple[int, int]], damage: str
+) -> None:
+    if damage == "flipped":
+        content = of_the_user.read_bytes()
+        of_the_user.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    else:
+        (of_the_user if damage.startswith("file") else of_the_user.parent).chmod(0o777)
+    assert not build.is_built(LEVEL)
+    assert answer(build.library_path(LEVEL)) == 42
+    assert told
+
+
 BUILD = """
 import ctypes, sys
 from pathlib import Path
@@ -232,6 +275,7 @@ def test_without_a_library_torch_runs_and_the_log_says_why(
         ops = select_ops(CPU, torch.bfloat16)
     assert ops.name in {"onednn", "reference"}
     assert expected in caplog.text
+    assert expected in ops.problem
     assert not native_ready()
 
 
@@ -331,7 +375,8 @@ def test_wide_cores_are_known_by_their_family(
 
 def test_the_best_level_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
-    assert select_ops(CPU, torch.float32).name == f"cpu {usable_levels()[0].name} (compiled here)"
+    ops = select_ops(CPU, torch.float32)
+    assert (ops.name, ops.problem) == (f"cpu {usable_levels()[0].name} (compiled here)", "")
     assert os.name != "posix" or cpu_flags() or usable_levels()[0].name == "portable"
 
 
@@ -355,6 +400,8 @@ def test_a_level_that_the_system_denies_gives_way_to_the_next(
     try:
         assert load_backend("cpu").name == f"cpu {levels[1].name}"
         assert f"no kernels for cpu {usable_levels()[0].name}" in caplog.text
+        monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
+        assert select_ops(CPU, torch.float32).problem == "denied"
     finally:
         load_backend.cache_clear()
 

@@ -48,6 +48,8 @@ LANES = (16, 8, 4)
 """Floats of a vector with `traced.h`: of AVX-512, of AVX2, of Arm and the portable kernels."""
 FEW, ALL = 0, 256
 """Numbers of rows and cuts of prompts: some at which tiles and blocks change, or all up to 256."""
+PARTS = {4: 2, 8: 4, 16: 8}
+"""Tests that share all of them, by lanes: each takes some minutes."""
 
 
 def requests() -> list[AddRequest]:
@@ -220,17 +222,21 @@ def test_a_gpu_is_refused() -> None:
         require_runnable(RunnablePlan("bfloat16", "int8", "int8"), site, config)
 
 
-def run_traced(lanes: int, rows: int, sources: Path = build.SOURCES) -> tuple[int, list[str]]:
-    """Compile and run the driver: its exit status and its lines."""
+def run_traced(
+    lanes: int, rows: int, part: tuple[int, int] = (0, 1), sources: Path = build.SOURCES
+) -> tuple[int, list[str]]:
+    """Compile and run the driver: its exit status and its lines. `part` of the numbers up to `rows`: which of
+    how many.
+    """
     program = compile_program(TRACED, (*TRACED_FLAGS, f"-DLLMBOX_TRACED={lanes}"), sources)
-    done = subprocess.run([program, str(rows)], capture_output=True, text=True)
+    done = subprocess.run([program, *map(str, (rows, *part))], capture_output=True, text=True)
     return done.returncode, done.stdout.splitlines()
 
 
 @cache
-def digests(lanes: int, rows: int) -> list[str]:
+def digests(lanes: int, rows: int, part: tuple[int, int] = (0, 1)) -> list[str]:
     """Return the digests of all cases with so many lanes, none of which may find two trees."""
-    code, lines = run_traced(lanes, rows)
+    code, lines = run_traced(lanes, rows, part)
     assert (code, lines[-1]) == (0, "one tree each")
     return lines[:-1]
 
@@ -244,9 +250,11 @@ def test_sums_are_one_tree_in_any_company(lanes: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("lanes", LANES)
-def test_sums_are_one_tree_among_up_to_256_rows(lanes: int) -> None:
-    assert digests(lanes, ALL) == digests(LANES[0], FEW)
+@pytest.mark.parametrize(
+    ("lanes", "part"), [(lanes, (n, parts)) for lanes, parts in PARTS.items() for n in range(parts)]
+)
+def test_sums_are_one_tree_among_up_to_256_rows(lanes: int, part: tuple[int, int]) -> None:
+    assert digests(lanes, ALL, part) == digests(LANES[0], FEW)
 
 
 @pytest.mark.nightly
@@ -265,5 +273,5 @@ def test_another_order_is_found(tmp_path: Path, file: str, kept: str, broken: st
     text = (sources / file).read_text()
     assert text.count(kept) == 1
     (sources / file).write_text(text.replace(kept, broken))
-    code, lines = run_traced(8, FEW, sources)
+    code, lines = run_traced(8, FEW, sources=sources)
     assert code == 1 or lines[:-1] != digests(LANES[0], FEW)

@@ -1,7 +1,8 @@
 // Whether the sums behind an output are one tree, however its row was computed: alone, among up to 256 rows, by any number of
 // threads, its prompt cut anywhere. Prints a digest of the trees of each case, to be compared between numbers of lanes.
 //
-//     traced [ROWS]    up to so many rows; all below, or with 0 the numbers at which tiles and blocks change
+//     traced [ROWS [PART PARTS]]    up to so many rows: all below, or with 0 the numbers at which tiles and blocks change;
+//                                   of all below only those of part PART of PARTS, with the same digests
 #include "traced.h"
 
 #include "attention/attention.h"
@@ -354,9 +355,12 @@ void check_trees() {
 
 int main(int count, char** words) {
     const int most = count > 1 ? atoi(words[1]) : MOST_ROWS;
+    const int part = count > 3 ? atoi(words[2]) : 0, parts = count > 3 ? atoi(words[3]) : 1;
     std::vector<int> counts, cuts;
-    for (int rows = 1; rows <= std::min(most, MOST_ROWS); rows++) counts.push_back(rows);
-    for (int cut = 1; cut <= std::min(most, 150); cut++) cuts.push_back(cut);
+    for (int rows = 1; rows <= std::min(most, MOST_ROWS); rows++)
+        if (rows % parts == part) counts.push_back(rows);
+    for (int cut = 1; cut <= std::min(most, 150); cut++)
+        if (cut % parts == part) cuts.push_back(cut);
     const std::vector<int> few{1, 2, 5, 7, 13, 33, 193, 256};
     if (most == 0) counts = few, cuts = {1, 3, 16, 49, 150};
     check_trees();

@@ -58,3 +58,19 @@ async def test_adapters_in_memory_are_named_beside_their_base(tmp_path: Path) ->
         assert describe_all(control)[0].adapters == ["pirate"]
     finally:
         await manager.close()
+
+
+async def test_slower_kernels_are_a_warning(tmp_path: Path) -> None:
+    write_text_files(tmp_path / "fake", byte_level())
+    manager = EngineManager(load_model_text, fake_launch())
+    control = SimpleNamespace(services=SimpleNamespace(engines=manager), failure_codes={}, asked={})
+    try:
+        supervisor = (await manager.load(config(tmp_path))).supervisor
+        (described,) = describe_all(control)
+        assert not any("slower" in warning for warning in described.warnings)
+        assert supervisor.info is not None
+        supervisor.info = replace(supervisor.info, kernels_problem="no room")
+        (described,) = describe_all(control)
+        assert described.warnings[-1] == "slower kernels run: no room"
+    finally:
+        await manager.close()
