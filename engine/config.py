@@ -23,6 +23,7 @@ DRAFT_MODEL_ROWS = 512
 QuantChoice = Literal[
     "none", "auto", "int8", "int8-g32", "int4", "int4-g128", "int4-mix", "w8a8", "fp8", "fp8-block"
 ]
+QuantHeadChoice = Literal["none", "int8"]
 Batching = Literal["continuous", "static"]
 Speculate = Literal["auto", "on", "off"]
 CPUExpertsChoice = Literal["auto", "on", "off"]
@@ -51,6 +52,9 @@ class EngineConfig:
     """KV cache dtype. int8 and fp8 add one float32 scale per token and KV head, for keys and values each."""
     quant: QuantChoice = "none"
     """Weight format to quantize to at load; `auto` takes the first of none, int8 and int4 that fits."""
+    quant_head: QuantHeadChoice = "none"
+    """Format to which the output head of a quantized checkpoint, and a table tied to it, is rounded at load
+    where the checkpoint leaves it unquantized; on CPUs."""
     context: int | None = None
     """Maximum prompt + output of one request, in tokens; None takes the model's limit, or less if memory
     is short."""

@@ -1,6 +1,6 @@
 """Weight formats by name. Torch-free, as settings and memory estimates use them too."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 Kind = Literal["linear", "experts", "router", "head", "table", "tied"]
@@ -9,6 +9,8 @@ the embedding table, or one matrix that is both head and table.
 """
 OF_LAYERS: frozenset[Kind] = frozenset({"linear", "experts"})
 """Kinds that have the format of the layers."""
+HEADS: frozenset[Kind] = frozenset({"head", "tied"})
+"""Kinds of the output head, alone or as the table too."""
 UNQUANTIZED_KINDS: frozenset[Kind] = frozenset({"router", "table"})
 """Kinds that no format quantizes."""
 
@@ -86,6 +88,8 @@ class Quant:
     """True if 4-bit groups have a zero point of 0 to 15 each."""
     is_e2m1: bool = False
     """True if four bits are floats of one sign, two exponent and one mantissa bit (MXFP4)."""
+    rounds_head: bool = False
+    """True if an output head that the checkpoint leaves unquantized becomes int8 at load (`--quant-head`)."""
     in_checkpoints_only: bool = False
     """True if weights are never quantized to this format at load: only checkpoints hold it."""
     grid: BlockGrid = ""
@@ -102,7 +106,18 @@ class Quant:
 
     def head_bytes(self, wide: int) -> float:
         """Bytes of one weight of the output head; `wide` is the size of an unquantized one."""
+        if self.rounds_head:
+            return ROUNDED_HEAD.bytes_per_weight
         return wide if self.keeps_head else self.head.bytes_per_weight
+
+    @property
+    def layers_name(self) -> str:
+        """Name of the format of the layers, as checkpoints have it."""
+        return self.name.removesuffix(_HEAD_SUFFIX)
+
+    @property
+    def has_unquantized_head(self) -> bool:
+        return self.keeps_head and not self.rounds_head
 
     @property
     def unit(self) -> int:
@@ -175,6 +190,9 @@ class BlockSizes:
     """True if weights of some types are dequantized at load: those of `GGUF_DEQUANTIZED`."""
 
 
+_HEAD_SUFFIX: Final = "+int8-head"
+
+
 def _stored(name: str, bits: int, group: int, **kind: Any) -> Quant:
     return Quant(name, bits, group, keeps_head=True, in_checkpoints_only=True, **kind)
 
@@ -202,6 +220,22 @@ QUANTS = {
         _stored("gguf", 8, 32, is_gguf=True),
     )
 }
+
+ROUNDED_HEAD: Final = QUANTS["int8"]
+"""Format of the heads that `Quant.rounds_head` is about."""
+QUANTS |= {
+    quant.name + _HEAD_SUFFIX: replace(quant, name=quant.name + _HEAD_SUFFIX, rounds_head=True)
+    for quant in QUANTS.values()
+    if quant.in_checkpoints_only and quant.kind == "integer" and not quant.is_gguf
+}
+
+
+def with_rounded_head(name: str) -> str:
+    """Return the name of the format with a head of int8; the same name where there is none, as the head has
+    8 bits anyway or no kernel has both.
+    """
+    return name + _HEAD_SUFFIX if name + _HEAD_SUFFIX in QUANTS else name
+
 
 GGUF_QUANTS: Final[dict[str, Quant]] = {
     "Q4_0": QUANTS["w4a16-g32"],

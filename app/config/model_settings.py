@@ -30,6 +30,11 @@ class ModelSettings:
         "Format that weights are quantized to at load; auto picks the first of none, int8, int4 that fits. "
         "w8a8, fp8 and fp8-block need a GPU.",
     )
+    quant_head: Literal["none", "int8"] = live_key(
+        "none",
+        "Format to which the output head of a quantized checkpoint (and a table tied to it) is rounded at "
+        "load where it is unquantized, as in AWQ and GPTQ; int8 needs a CPU.",
+    )
     ctx: int | None = live_key(
         None,
         "Longest prompt plus output, in tokens; auto: the model's limit, or what fits in memory.",

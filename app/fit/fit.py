@@ -207,6 +207,7 @@ def default_engine(settings: ModelSettings) -> EngineConfig:
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
         quant=settings.quant,
+        quant_head=settings.quant_head,
         context=settings.ctx,
         cpu_experts=settings.cpu_experts,
     )

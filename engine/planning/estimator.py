@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from llmbox.kernels.quant_formats import QUANTS
+from llmbox.kernels.quant_formats import QUANTS, with_rounded_head
 from llmbox.kernels.support import KernelSite, is_row_invariant, why_no_quant
 
 from ..config import EngineConfig, QuantChoice
@@ -118,6 +118,7 @@ def _plans(
     if on_host:
         found = [_with_host_part(plan, whole, budget, asked) for plan in found]
     best = found[0]
+    notes += note_head(config, best.quant)
     equal = [plan for plan in found if (_rank(plan), plan.tp, plan.pp) == (_rank(best), best.tp, best.pp)]
     return [replace(plan, notes=notes + plan.notes) for plan in equal] if notes else equal
 
@@ -291,6 +292,15 @@ def note_factors(shape: ModelShape, context: int) -> tuple[str, ...]:
     return (f"{longer}: an answer that grows beyond is computed again once",)
 
 
+def note_head(config: EngineConfig, quant: str) -> tuple[str, ...]:
+    """Return the note on an option for the output head that does nothing with weights of this format."""
+    is_unquantized = quant not in QUANTS or QUANTS[quant].has_unquantized_head
+    if config.quant_head == "none" or not is_unquantized:
+        return ()
+    asked = f"--quant-head {config.quant_head} changes nothing"
+    return (f"{asked}: it is for checkpoints of 4-bit and 8-bit integers in safetensors, on a CPU",)
+
+
 def draft_sizes(target: ModelShape, budget: MemoryBudget, config: EngineConfig) -> DraftModelSizes:
     """Return the sizes of the draft model or head beside a target. A quantized checkpoint keeps its format,
     another is quantized as the target is. Raises ModelError and DeviceError.
@@ -322,15 +332,20 @@ def _resolve_stored(
     elif shape.quant is not None:
         reason = _why_not_stored(shape, budget, config)
         if not reason:
-            running = replace(config, quant=_stored_format(shape.quant, config.quant))
+            name = _stored_format(shape.quant, config.quant)
+            if config.quant_head != "none" and budget.device == "cpu":
+                name = cast("QuantChoice", with_rounded_head(name))
+            running = replace(config, quant=name)
             own = f"{shape.stored} weights stay in their own numbers, as {shape.quant}"
+            if QUANTS[name].rounds_head:
+                own += f", and the output head is rounded to {config.quant_head}"
             if shape.blocks is not None:
                 own = f"{shape.stored} weights are computed in the blocks of the file"
                 if shape.blocks.has_dequantized:
                     own += ", but for NVFP4, which no kernel has: these are dequantized once, at load"
             return shape, running, (own,) if shape.stored not in {None, shape.quant} else ()
-    name = shape.stored or shape.quant
-    note = f"{name} weights are dequantized at load: {reason}"
+    stored = shape.stored or shape.quant
+    note = f"{stored} weights are dequantized at load: {reason}"
     return replace(shape, quant=None, wide_params=0, blocks=None), config, (note,)
 
 

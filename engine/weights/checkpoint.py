@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.ops import Ops, PackedLinear
-from llmbox.kernels.quant_formats import OF_LAYERS, QUANTS, Quant
+from llmbox.kernels.quant_formats import HEADS, OF_LAYERS, QUANTS, ROUNDED_HEAD, Quant
 from llmbox.kernels.weight_packing import QuantizedWeight
 
 from ..checkpoint.files import open_regular, read_json
@@ -153,7 +153,15 @@ class Checkpoint:
         if asked.transposed:
             weight_OI = weight_OI.T.contiguous()
         bias_O = self._bias(asked)
+        if asked.kind in HEADS and self._rounds_head():
+            packing = self.ops.packing
+            assert packing is not None
+            return packing.pack_quantized(packing.round(ROUNDED_HEAD, weight_OI), self.dtype, bias_O), bias_O
         return pack(self.ops, kind, weight_OI, bias_O), bias_O
+
+    def _rounds_head(self) -> bool:
+        layers = None if self.ops.packing is None else self.ops.packing.format("linear")
+        return layers is not None and layers.rounds_head
 
     def _pack_quantized(self, asked: WeightRequest, form: WeightFormat) -> tuple[PackedLinear, Tensor | None]:
         """Pack weights in the format that they are stored in, or dequantize them where the kernels have
@@ -177,7 +185,7 @@ class Checkpoint:
     ) -> QuantizedWeight | Tensor:
         """Read in the format that is `running` if it holds the numbers of the files, else in float32."""
         if self._reader is not None:
-            holds = running is not None and running.name == form.quant
+            holds = running is not None and running.layers_name == form.quant
             return self._reader.read(asked.outputs, asked.inputs, as_stored=holds)
         assert form.quant is not None
         native = QUANTS[form.quant]

@@ -3,7 +3,8 @@
     python -P tests/bench/engine_speed.py MODEL_DIR VARIANT... [--threads N] [--rounds N] [--work d1,d8,p512]
 
 A VARIANT is a weight format (none, int8, int4, ...) on the C++ kernels, the path of a quantized folder of the
-same shape, which is computed as it is, or `onednn` or `reference` for PyTorch's. Work: dN decodes N sequences
+same shape, which is computed as it is, such a path and `+int8-head` for the same with `--quant-head int8`, or
+`onednn` or `reference` for PyTorch's. Work: dN decodes N sequences
 at once, pN computes a prompt of N tokens. Beside them stands what a plain read of memory reached meanwhile.
 The best and the median of all rounds are shown, in tokens a second, and the median ratio to the first.
 """
@@ -23,6 +24,7 @@ from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.sampling_params import SamplingParams
 
 TORCH_BACKENDS = ("onednn", "reference")
+ROUNDED = "+int8-head"
 DECODE_STEPS = 24
 DECODE_PROMPT = 64
 
@@ -49,21 +51,22 @@ def main() -> None:
         first = speeds[work, options.variants[0]]
         ratio = statistics.median(a / b for a, b in zip(values, first, strict=True))
         print(
-            f"{work:6} {name.rpartition('/')[2]:10} best {max(values):8.1f}  "
+            f"{work:6} {name.rpartition('/')[2]:20} best {max(values):8.1f}  "
             f"median {statistics.median(values):8.1f} tok/s  {ratio:.2f}"
         )
 
 
 def load(model: str, variant: str, threads: int) -> Engine:
     native = variant not in TORCH_BACKENDS
-    is_folder = "/" in variant
+    is_folder, folder = "/" in variant, variant.removesuffix(ROUNDED)
     os.environ["LLMBOX_KERNELS"] = "cpu" if native else variant
     config = EngineConfig(
-        model_path=variant if is_folder else model,
+        model_path=folder if is_folder else model,
         name=variant,
         device="cpu",
         dtype="bfloat16",
         quant=variant if native and not is_folder else "none",
+        quant_head="int8" if folder != variant else "none",
         threads=threads,
         context=4096,
         kv_tokens=8192,

@@ -4,24 +4,32 @@
 
 In this thread's own CPU time, the best of all passes for each layer: a busy machine hardly shows in it. To
 compare two versions run them by turns. FORMAT is none (bfloat16), a name of QUANTS or of GGUF_QUANTS,
-or attention.
+with `+order` for inputs in an order of their own (act-order), or attention.
 """
 
 import argparse
 import random
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from llmbox.kernels.cpu.backend import CPUBackend
 from llmbox.kernels.dispatch import load_backend
 from llmbox.kernels.op_types import BatchLayout, KVShape
 from llmbox.kernels.quant_formats import GGUF_QUANTS, QUANTS
 from llmbox.kernels.weight_packing import BlockWeight
+from support.published_formats import stored_weight
 
 SHAPES = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
+FORMATS = [
+    name for name, quant in QUANTS.items() if quant.on_cpu and not quant.rounds_head and not quant.is_gguf
+]
 LAYERS = 8
 """More than caches hold."""
 QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 16, 8, 128, 16
@@ -31,7 +39,7 @@ ATTENTION = ((1, 1000, 1), (8, 1000, 1), (32, 100, 1), (1, 0, 512), (1, 1536, 51
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("formats", nargs="*", default=["none", *QUANTS, "attention"])
+    parser.add_argument("formats", nargs="*", default=["none", *FORMATS, "attention"])
     parser.add_argument("--rows", default="1,8,32,192")
     parser.add_argument("--passes", type=int, default=8)
     parser.add_argument("--kernels", default="cpu", help="an instruction set, as LLMBOX_KERNELS names it")
@@ -67,12 +75,22 @@ def random_blocks(name: str, inputs: int, outputs: int) -> BlockWeight:
 
 
 def linears(backend: CPUBackend, name: str, row_counts: list[int], passes: int) -> None:
-    ops = backend.ops(QUANTS.get(name))
+    form = name.removesuffix("+order")
+    quant = QUANTS.get(form)
+    ops = backend.ops(quant)
     weights = [torch.randn(outputs, inputs, dtype=torch.bfloat16) / 50 for inputs, outputs in SHAPES]
     if name in GGUF_QUANTS and GGUF_QUANTS[name].grid:
         assert ops.packing is not None
         pack = partial(ops.packing.pack_blocks, dtype=torch.bfloat16)
         packed = [pack([random_blocks(name, *shape)]) for _ in range(LAYERS) for shape in SHAPES]
+    elif quant is not None and quant.in_checkpoints_only:
+        assert ops.packing is not None
+        stored = partial(stored_weight, quant, ordered=form != name)
+        packed = [
+            ops.packing.pack_quantized(stored(outputs, inputs), torch.bfloat16)
+            for _ in range(LAYERS)
+            for inputs, outputs in SHAPES
+        ]
     else:
         packed = [ops.pack_linear(weight, None) for _ in range(LAYERS) for weight in weights]
     products = LAYERS * sum(inputs * outputs for inputs, outputs in SHAPES)
@@ -81,7 +99,7 @@ def linears(backend: CPUBackend, name: str, row_counts: list[int], passes: int) 
         calls = [partial(ops.linear, linear, x[linear.inputs]) for linear in packed]
         seconds = best(calls, passes)
         speed = 2 * products * rows / seconds / 1e9
-        print(f"{name:10} {rows:4} rows {seconds * 1e3:9.3f} ms {speed:7.0f} Gop/s")
+        print(f"{name:20} {rows:4} rows {seconds * 1e3:9.3f} ms {speed:7.0f} Gop/s")
 
 
 def attention(

@@ -13,7 +13,8 @@ the ids and another one for the rest. Nothing is left out: each step reads all w
 
 With `--skew FACTOR` router rows of the first eighth of the experts are so much larger: they are chosen more.
 
-With `--published STYLE` a checkpoint as AutoAWQ or AutoGPTQ would publish it (`awq-g128`, `gptq-4`).
+With `--published STYLE` a checkpoint as AutoAWQ, AutoGPTQ or another tool would publish it (`awq-g128`,
+`gptq-4`). The folder appears when it is whole: half of it would pass for an unquantized model.
 
 Every id decodes to some text, so that streams carry a piece a token: 256 bytes, `ab`, then made-up words.
 """
@@ -150,13 +151,15 @@ def main() -> None:
     parser.add_argument("--damping", type=float, default=0.1)
     parser.add_argument("--agreement", type=float, metavar="SHARE")
     parser.add_argument("--skew", type=float, metavar="FACTOR", default=1.0)
-    parser.add_argument("--published", choices=["awq-g128", "gptq-4"], metavar="STYLE")
+    parser.add_argument("--published", choices=STYLES, metavar="STYLE")
     options = parser.parse_args()
     config = SHAPES[options.shape]
     if options.published:
-        folder = write_model(options.out / f"{options.shape}-{options.published}", config)
+        folder = options.out / f"{options.shape}-{options.published}"
+        unfinished = write_model(folder.with_name(f"unfinished-{folder.name}"), config)
         style = STYLES[options.published]
-        publish(folder, style.entry, style.store)
+        publish(unfinished, style.entry, style.store, others=style.others)
+        unfinished.rename(folder)
         return
     if "mtp_num_hidden_layers" in config:
         write_mtp_model(options.out / options.shape, config, options.damping)

@@ -35,8 +35,8 @@ from ..options import mmproj_option, read_flags, setting_options
 from .fit_prediction import prediction_options, read_request, report_prediction
 
 FLAGS = (
-    *("device", "dtype", "kv_dtype", "quant", "ctx", "max_running", "token_budget", "memory", "tp", "pp"),
-    *("kv_host_memory", "expert_parallel", "redundant_experts", "cpu_experts", "disaggregate"),
+    *("device", "dtype", "kv_dtype", "quant", "quant_head", "ctx", "max_running", "token_budget", "memory"),
+    *("tp", "pp", "kv_host_memory", "expert_parallel", "redundant_experts", "cpu_experts", "disaggregate"),
     *("threads", "draft", "lora_memory"),
 )
 

@@ -43,8 +43,8 @@ TINY = ModelShape(
 )
 
 
-def plan(shape: ModelShape, available: float, device="cpu", **config) -> MemoryPlan:
-    budget = MemoryBudget(device=device, available=int(available), cores=2)
+def plan(shape: ModelShape, available: float, device="cpu", native_kernels=False, **config) -> MemoryPlan:
+    budget = MemoryBudget(device=device, available=int(available), cores=2, native_kernels=native_kernels)
     return estimate(shape, budget, EngineConfig(model_path="m", name="m", **config))
 
 
@@ -464,6 +464,26 @@ def test_a_checkpoint_of_int8_may_meet_int8_rows():
     assert plan(stored, 64 * GB, "cuda", quant="auto").quant == "int8"
     with pytest.raises(DeviceError, match="holds int8 weights"):
         plan(stored, 64 * GB, "cuda", quant="fp8-block")
+
+
+def test_an_unquantized_head_is_rounded_where_that_is_asked_for():
+    """Plans count it; where the option does nothing, they say so."""
+    awq = replace(QWEN_3_600M, quant="w4a16-g128-zp", stored="AWQ")
+    kept, rounded = (plan(awq, 64 * GB, native_kernels=True, quant_head=head) for head in ("none", "int8"))
+    assert (kept.quant, rounded.quant) == ("w4a16-g128-zp", "w4a16-g128-zp+int8-head")
+    saved = awq.table_params * (2 - 8.125 / 8)
+    assert kept.weights_bytes - rounded.weights_bytes == pytest.approx(saved, abs=16)
+    assert any("output head is rounded to int8" in note for note in rounded.notes)
+    assert not any("head" in note for note in kept.notes)
+    unchanged = [
+        plan(QWEN_3_600M, 64 * GB, native_kernels=True, quant_head="int8"),
+        plan(awq, 64 * GB, "cuda", native_kernels=True, quant_head="int8"),
+        plan(replace(awq, quant="fp8-dynamic"), 64 * GB, native_kernels=True, quant_head="int8"),
+    ]
+    assert [each.quant for each in unchanged] == ["none", "w4a16-g128-zp", "none"]
+    assert all(any("--quant-head int8 changes nothing" in note for note in each.notes) for each in unchanged)
+    own = plan(QWEN_3_600M, 64 * GB, quant="int4", quant_head="int8")  # its head has 8 bits anyway
+    assert own == plan(QWEN_3_600M, 64 * GB, quant="int4")
 
 
 def test_automatic_quantization_takes_the_first_that_fits():

@@ -24,7 +24,7 @@ from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.weights.decoders import decode
 from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.quant_formats import Kind, Quant
+from llmbox.kernels.quant_formats import ROUNDED_HEAD, Kind, Quant
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.weight_packing import QuantizedWeight
 from support.format_styles import FLOAT32_SCALES, STYLES, Style
@@ -227,6 +227,51 @@ def test_inputs_in_another_order_are_not_cut(tmp_path: Path) -> None:
         load_threads(model, tp=2)
 
 
+def wait_until_kept() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "keep packed weights":
+            thread.join()
+
+
+@pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("name", ["awq-g128", "gptq-4-g32-act-order", "mixed-4-8"])
+def test_the_head_is_rounded_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_tied: bool
+) -> None:
+    """It is that of `--quant int8`, and nothing else changes: linears that are kept wide stay so. Packed
+    weights with it and without do not stand in for each other.
+    """
+    monkeypatch.setenv("LLMBOX_REPACKED", str(tmp_path / "repacked"))
+    monkeypatch.setenv("LLMBOX_REPACKED_GB", "1")
+    sizes = {**SIZES, "tie_word_embeddings": is_tied}
+    model = make_tiny_model(tmp_path / "model", tokenizer=False, **sizes)
+    style = STYLES[name]
+    publish(model, style.entry, style.store, keeps=("layers.0.mlp",), others=style.others)
+    plain = load(model, dtype="bfloat16")
+    request = [ask("a", range(5, 40), 8)]
+    wait_until_kept()
+    rounded = load(model, dtype="bfloat16", quant_head="int8")
+    wanted = tokens(rounded, request)
+    before, after = (runner_of(engine)._model for engine in (plain, rounded))
+    assert (before.head.quant, after.head.quant.name) == (None, "int8")
+    packing = before.layers[0].mlp.ops.packing
+    weights = load_file(model / "model.safetensors")
+    weight = weights["model.embed_tokens.weight" if is_tied else "lm_head.weight"].bfloat16()
+    own = packing.pack_quantized(packing.round(ROUNDED_HEAD, weight), torch.bfloat16)
+    assert bytes(packing.panels(after.head)) == bytes(packing.panels(own))
+    assert after.layers[0].mlp.down.quant is None
+    for one, other in zip(before.layers, after.layers, strict=True):
+        assert bytes(packing.panels(one.mlp.down)) == bytes(packing.panels(other.mlp.down))
+        assert bytes(packing.panels(one.attention.qkv)) == bytes(packing.panels(other.attention.qkv))
+    assert rounded.info.quant == plain.info.quant + "+int8-head"
+    saved = plain.info.weights_bytes - rounded.info.weights_bytes
+    assert saved == pytest.approx(weight.numel() * (2 - 8.125 / 8), rel=0.01)
+    wait_until_kept()
+    monkeypatch.setattr("llmbox.engine.weights.checkpoint.Checkpoint.packed", None)  # not called
+    assert tokens(load(model, dtype="bfloat16", quant_head="int8"), request) == wanted
+
+
 @pytest.mark.skipif(not native_ready(), reason="needs the C++ kernels")
 @pytest.mark.parametrize("name", ["mixed-4-8", "gptq-4-g32-act-order", "mxfp4"])
 def test_packed_weights_are_taken_up_again(
@@ -240,8 +285,6 @@ def test_packed_weights_are_taken_up_again(
     publish(model, style.entry, style.store, keeps=("layers.0.mlp",), others=style.others)
     request = [ask("a", range(5, 40), 8)]
     wanted = tokens(load(model), request)
-    for thread in threading.enumerate():
-        if thread.name == "keep packed weights":
-            thread.join()
+    wait_until_kept()
     monkeypatch.setattr("llmbox.engine.weights.checkpoint.Checkpoint.packed", None)  # not called
     assert tokens(load(model), request) == wanted

@@ -60,7 +60,11 @@ template <int ROWS> bool is_exact() {
         x[i / K] = rows[i / K];
     }
     Sums sums;
-    for (int r = 0; r < ROWS; r++) sums.begin(r, 1000 + r);
+    for (int i = 0; i < ROWS * VECTORS; i++) {
+        Ints begin = splat_int(1000 + i / VECTORS);
+        begin[LANES - 1] += i % VECTORS;
+        sums.begin(i / VECTORS, i % VECTORS, begin);
+    }
     for (int k = 0; k < K; k += 4 * Sums::WORDS) {
         Words words[VECTORS][Sums::WORDS];
         for (int i = 0; i < VECTORS * LANES; i++)
@@ -70,7 +74,7 @@ template <int ROWS> bool is_exact() {
     }
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < VECTORS * LANES; i++) {
-            int wanted = 1000 + r;
+            int wanted = 1000 + r + (i % LANES == LANES - 1 ? i / LANES : 0);
             for (int k = 0; k < K; k++) wanted += (weights[i][k] + int(FLIP)) * rows[r][k];
             if (sums.total(r, i / LANES)[i % LANES] != wanted) return false;
         }

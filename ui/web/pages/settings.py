@@ -93,6 +93,7 @@ TITLES = {
     "model.dtype": "Precision",
     "model.kv_dtype": "Precision of the KV cache",
     "model.quant": "Quantization at load",
+    "model.quant_head": "Quantization of the output head",
     "model.ctx": "Context length",
     "model.max_running": "Sequences computed together",
     "model.token_budget": "Tokens a step",

@@ -8,8 +8,6 @@
 
 namespace llmbox {
 
-typedef uint8_t LaneBytes __attribute__((vector_size(LANES)));
-
 // Dot products with unsigned weights below 128, whose sums of two fit 16 bits. Exact as those of Bytes.
 #if defined(__AVX2__) && !(defined(__AVX512VNNI__) && defined(__AVX512BW__))
 struct SmallBytes {
@@ -69,15 +67,7 @@ template <int BITS, Table TABLE> INLINE Words block_word(const uint8_t* codes, i
 }
 
 // Bytes as floats, a lane each.
-INLINE Floats unsigned_bytes(const uint8_t* from) {
-#if defined(__AVX512BW__)
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
-#elif defined(__AVX2__)
-    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-#else
-    return to_floats((Ints)__builtin_convertvector(load_as<LaneBytes>(from), Words));
-#endif
-}
+INLINE Floats unsigned_bytes(const uint8_t* from) { return to_floats((Ints)lane_bytes(from)); }
 INLINE Floats signed_bytes(const uint8_t* from) {
 #if defined(__AVX512BW__)
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
@@ -138,7 +128,7 @@ INLINE void multiply_unit(const BlockLayout& layout, const uint8_t* unit, int fi
                 Ints sums[ROWS][VECTORS];
                 UNROLL for (int r = 0; r < ROWS; r++)
                     UNROLL for (int v = 0; v < VECTORS; v++)
-                        sums[r][v] = MINIMUMS ? Ints{} : (Ints)splat(static_cast<uint32_t>(x.corrections[2 * cells[r] + s]));
+                        sums[r][v] = MINIMUMS ? Ints{} : splat_int(x.corrections[2 * cells[r] + s]);
                 UNROLL for (int w = s * SPAN / 4; w < (s + 1) * SPAN / 4; w++)
                     UNROLL for (int v = 0; v < VECTORS; v++) {
                         const Words weights = block_word<BITS, TABLE>(codes + v * LANES * 4, w);
@@ -217,7 +207,9 @@ INLINE void multiply_wide(const WideBlocks& wide, int first, int groups, const Q
             const uint8_t* from = wide.codes + g * WideBlocks::GROUP_BYTES + 4 * column;
             UNROLL for (int s = 0; s < SPANS; s++) {
                 Sums sums;
-                UNROLL for (int r = 0; r < ROWS; r++) sums.begin(r, MINIMUMS ? 0 : x.corrections[2 * cells[r] + s]);
+                UNROLL for (int r = 0; r < ROWS; r++)
+                    UNROLL for (int v = 0; v < VECTORS; v++)
+                        sums.begin(r, v, MINIMUMS ? Ints{} : splat_int(x.corrections[2 * cells[r] + s]));
                 UNROLL for (int k = s * SPAN; k < (s + 1) * SPAN; k += 4 * Sums::WORDS) {
                     Words weights[VECTORS][Sums::WORDS];
                     UNROLL for (int w = 0; w < Sums::WORDS; w++, from += PANEL_STRIDE)

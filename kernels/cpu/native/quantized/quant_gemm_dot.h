@@ -5,7 +5,7 @@
 
 namespace llmbox {
 
-// What makes bytes of a group's half bytes: where its steps or its zeros lie; null: n - 8.
+// What makes weights of a group's half bytes: where its steps or its zeros lie; null: n - 8.
 struct Offsets4 {
     const uint8_t *steps, *zeros;
     bool e2m1;
@@ -27,11 +27,11 @@ struct Groups {
     Offsets4 offsets;
     size_t codes_step, scales_step;  // to the next group; offsets lie with the scales
     int first, count;
+    int times = 1;  // what corrections are multiplied by
 };
 
 typedef uint16_t Halves __attribute__((vector_size(LANES * 4)));
 typedef uint8_t Octets __attribute__((vector_size(LANES * 4)));
-typedef uint8_t LaneOctets __attribute__((vector_size(LANES)));
 
 #if defined(__AVX512BW__)
 // Shuffles of bytes inside words; 0x80 makes a zero.
@@ -91,8 +91,7 @@ struct FourSteps {
     }
     // A byte of `from` is the zero of an output.
     template <uint32_t FLIP> static INLINE FourSteps of_zeros(const uint8_t* from) {
-        const Words zeros = __builtin_convertvector(load_as<LaneOctets>(from), Words);
-        return {splat(0x01010101u), (zeros * splat(0x01010101u)) ^ splat(FLIP * 0x01010101u)};
+        return {splat(0x01010101u), (lane_bytes(from) * splat(0x01010101u)) ^ splat(FLIP * 0x01010101u)};
     }
     template <uint32_t FLIP> static INLINE FourSteps plain() {
         return {splat((PLAIN_STEP & 15) * 0x01010101u), splat((8 ^ FLIP) * 0x01010101u)};
@@ -134,6 +133,17 @@ template <int COUNT, uint32_t FLIP> INLINE void widen_e2m1_piece(const uint8_t* 
     }
 }
 
+// Half bytes n as bytes, plus `more` in each.
+INLINE void split_halves(const uint8_t* from, Words more, Words* to) {
+    const Words both = load_as<Words>(from), low = splat(0x0f0f0f0fu);
+    to[0] = (both & low) + more, to[1] = (both >> 4 & low) + more;
+}
+// What makes n - zero + 16 of n, for four inputs: no byte is below 0.
+constexpr int OVER_ZERO = 16;
+INLINE Words above_zeros(const uint8_t* zeros) {
+    return splat(OVER_ZERO * 0x01010101u) - lane_bytes(zeros) * splat(0x01010101u);
+}
+
 // int4 as bytes: COUNT times 16 inputs, those from the `first` of `four` on, of 16 (8, 4) outputs.
 template <int COUNT> INLINE void widen_piece(const uint8_t* codes, const FourSteps& four, int first, uint8_t* to) {
     UNROLL for (int i = 0; i < COUNT; i++) {
@@ -147,9 +157,11 @@ template <int COUNT> INLINE void widen_piece(const uint8_t* codes, const FourSte
     }
 }
 
-// A whole group. `coming` is brought meanwhile, a line for two that are read.
+// A whole group: n without steps, or n - zero + 16. `coming` is brought meanwhile, a line for two that are read.
 template <uint32_t FLIP>
 INLINE void widen_group(const uint8_t* codes, Offsets4 offsets, int group, uint8_t* to, const uint8_t* coming) {
+    Words more[PANEL / LANES] = {};
+    for (int part = 0; offsets.zeros && part < PANEL / LANES; part++) more[part] = above_zeros(offsets.zeros + part * LANES);
     for (int step = 0; step < group / STEP_INPUTS; step++)
         for (int part = 0; part < PANEL / LANES; part++, coming += 64) {
             const size_t column = part * static_cast<size_t>(LANES * 4);
@@ -159,17 +171,23 @@ INLINE void widen_group(const uint8_t* codes, Offsets4 offsets, int group, uint8
                     codes + step * 2 * PANEL_STRIDE + column, to + step * 4 * PANEL_STRIDE + column);
                 continue;
             }
-            const FourSteps four = offsets.steps
-                                       ? FourSteps::load<FLIP>(offsets.steps + step / 4 * PANEL_STRIDE + column)
-                                   : offsets.zeros ? FourSteps::of_zeros<FLIP>(offsets.zeros + column / 4)
-                                                   : FourSteps::plain<FLIP>();
+            if (!offsets.steps) {
+                UNROLL for (int i = 0; i < 2; i++) {
+                    Words words[2];
+                    uint8_t* at = to + (2 * step + i) * 2 * PANEL_STRIDE + column;
+                    split_halves(codes + (2 * step + i) * PANEL_STRIDE + column, more[part], words);
+                    store_as(at, words[0]), store_as(at + PANEL_STRIDE, words[1]);
+                }
+                continue;
+            }
+            const auto four = FourSteps::load<FLIP>(offsets.steps + step / 4 * PANEL_STRIDE + column);
             widen_piece<1>(codes + step * 2 * PANEL_STRIDE + column, four, step % 4, to + step * 4 * PANEL_STRIDE + column);
         }
 }
 
-// What one vector of memory holds of 16 (8, 4) outputs: a word of each in int8, two in int4 and in FP4, the name that
-// templates have for four bits of E2M1.
-constexpr int FP4 = 3;
+// What one vector of memory holds of 16 (8, 4) outputs: a word of each in int8, two in int4 with steps and in what
+// templates call FP4, four bits of E2M1; PLAIN4, which are multiplied as n; and ZEROS4, as n - zero + 16.
+constexpr int FP4 = 3, PLAIN4 = 5, ZEROS4 = 6;
 template <int BITS> struct Codes;
 template <> struct Codes<FP4> {
     static constexpr int WORDS = 2;
@@ -182,9 +200,18 @@ template <> struct Codes<8> {
         if (INT8_FLIP != Bytes::FLIP) to[0] ^= splat(0x80808080u);
     }
 };
+template <> struct Codes<PLAIN4> {
+    static constexpr int WORDS = 2;
+    INLINE void load(const uint8_t* from, Words* to) const { split_halves(from, Words{}, to); }
+};
+template <> struct Codes<ZEROS4> {
+    static constexpr int WORDS = 2;
+    Words more;
+    INLINE void load(const uint8_t* from, Words* to) const { split_halves(from, more, to); }
+};
 template <> struct Codes<4> {
     static constexpr int WORDS = 2;
-    FourSteps four = FourSteps::plain<Bytes::FLIP>();
+    FourSteps four;
     WideSteps wide;
     INLINE void load(const uint8_t* from, Words* to) const { wide.widen(from, to); }
 };
@@ -208,23 +235,33 @@ NOINLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row,
         UNROLL for (int r = 0; r < ROWS; r++) values[r] = x.values + cells[r] * x.group;
         const auto* scales = reinterpret_cast<const uint16_t*>(groups.scales + i * groups.scales_step);
         for (int column = 0; column < PANEL; column += VECTORS * LANES) {
-            Sums sums;
-            UNROLL for (int r = 0; r < ROWS; r++) sums.begin(r, x.corrections[cells[r]]);
             const uint8_t* from = groups.codes + i * groups.codes_step + 4 * column;
             const size_t skipped = i * groups.scales_step;
-            const uint8_t* steps = groups.offsets.steps ? groups.offsets.steps + skipped + 4 * column : nullptr;
             Codes<BITS> codes[VECTORS];
-            if constexpr (BITS == 4)
-                if (const uint8_t* zeros = groups.offsets.zeros)
-                    UNROLL for (int v = 0; v < VECTORS; v++)
-                        codes[v].four = FourSteps::of_zeros<Bytes::FLIP>(zeros + skipped + column + v * LANES);
+            Sums sums;
+            const auto zeros = [&](int v) { return groups.offsets.zeros + skipped + column + v * LANES; };
+            if constexpr (BITS == ZEROS4) UNROLL for (int v = 0; v < VECTORS; v++) codes[v].more = above_zeros(zeros(v));
+            if (BITS == PLAIN4 && groups.offsets.zeros) {
+                Words zero[VECTORS];
+                UNROLL for (int v = 0; v < VECTORS; v++) zero[v] = lane_bytes(zeros(v));
+                UNROLL for (int r = 0; r < ROWS; r++) {
+                    const Words sum = (Words)splat_int(x.corrections[cells[r]]);  // of 128 bytes: it fits half a word
+                    UNROLL for (int v = 0; v < VECTORS; v++) sums.begin(r, v, multiply_pairs(zero[v], sum));
+                }
+            } else {
+                UNROLL for (int r = 0; r < ROWS; r++) {
+                    const Ints correction = splat_int(groups.times * x.corrections[cells[r]]);
+                    UNROLL for (int v = 0; v < VECTORS; v++) sums.begin(r, v, correction);
+                }
+            }
             const Prefetch coming = column ? Prefetch{} : next;  // the first columns bring it all
             const uint8_t* ahead = coming.at;
             for (int k = 0; k < x.group; k += STEP_INPUTS) {
                 if constexpr (BITS == 4) {
                     const int step = k / STEP_INPUTS;
                     UNROLL for (int v = 0; v < VECTORS; v++) {
-                        if (steps && step % 4 == 0)
+                        const uint8_t* steps = groups.offsets.steps + skipped + 4 * column;
+                        if (step % 4 == 0)
                             codes[v].four = FourSteps::load<Bytes::FLIP>(steps + step / 4 * PANEL_STRIDE + v * LANES * 4);
                         codes[v].wide = codes[v].four.at(step % 4);
                     }
@@ -275,7 +312,7 @@ NOINLINE void stream_groups(const QuantLinear& linear, const uint8_t* from, Grou
         Ints sums[ROWS][VECTORS];
         UNROLL for (int r = 0; r < ROWS; r++)
             UNROLL for (int v = 0; v < VECTORS; v++)
-                sums[r][v] = (Ints)splat(static_cast<uint32_t>(x.corrections[cells[r]]));
+                sums[r][v] = splat_int(x.corrections[cells[r]]);
         for (size_t offset = 0; offset < linear.codes_offset; offset += 64) prefetch_stream(from + AHEAD + offset);
         from += linear.codes_offset;
         for (int k = 0; k < x.group; k += 4, from += PANEL_STRIDE)

@@ -47,6 +47,10 @@ private:
     // int4: more rows than these find a slice widened in memory, fewer widen it as they load it.
     static constexpr int WIDEN_ROWS = WIDENED_TILE;
     static constexpr int TILES_FROM = 7;  // with AMX
+    // None is widened in memory then, where INT8_FLIP is not what the vectors need.
+    static_assert(!LLMBOX_TILES || TILES_FROM <= WIDEN_ROWS + 1);
+    // Up to one row for so many inputs of a group takes zeros off its sum. For more they are taken off the weights.
+    static constexpr int INPUTS_A_ROW = 8;
 
     // All rows visit a slice of some groups before the next one: its weights stay in the L1 cache.
     void add_groups(int panel, GroupSpan span, int row, int rows, float* tile, Member& member) const {
@@ -66,6 +70,11 @@ private:
 #endif
         if (linear_.bits == 8) multiply_slices<8>(panel, span, row, rows, tile, nullptr);
         else if (rows <= WIDEN_ROWS && linear_.is_e2m1()) multiply_slices<FP4>(panel, span, row, rows, tile, nullptr);
+        else if (rows <= WIDEN_ROWS && linear_.is_plain4()) {
+            if (linear_.has_zeros() && rows > linear_.group / INPUTS_A_ROW)
+                multiply_slices<ZEROS4>(panel, span, row, rows, tile, nullptr);
+            else multiply_slices<PLAIN4>(panel, span, row, rows, tile, nullptr);
+        }
         else if (rows <= WIDEN_ROWS) multiply_slices<4>(panel, span, row, rows, tile, nullptr);
         else multiply_slices<8>(panel, span, row, rows, tile, member.spare.take<uint8_t>(SLICE * PANEL));
     }
@@ -82,6 +91,7 @@ private:
             const uint8_t *coming = at + std::max(AHEAD, bytes), *end = coming + bytes;
             Groups groups{at + linear_.codes_offset, at, Offsets4(linear_, at), linear_.group_bytes,
                           linear_.group_bytes, g, count};
+            if (linear_.has_zeros() && BITS != PLAIN4) groups.times = OVER_ZERO;
             if (widened) {
                 groups.codes = widened;
                 groups.codes_step = static_cast<size_t>(linear_.group) * PANEL;
@@ -153,7 +163,7 @@ public:
             const int count = std::min(linear_.group, linear_.inputs - begin);
             if (const int32_t* order = linear_.order()) {
                 In gathered[MAX_GROUP];
-                for (int i = 0; i < count; i++) gathered[i] = from[order[begin + i] - begin];
+                gather(from - begin, order + begin, count, gathered);
                 quantize_group(gathered, count, to, rows);
             } else {
                 quantize_group(from, count, to, rows);

@@ -36,6 +36,13 @@ struct QuantLinear : LinearShape, QuantFormat {
     bool has_zeros() const { return grid == Grid4::ZEROS; }
     bool is_e2m1() const { return grid == Grid4::E2M1; }
     bool is_blocks() const { return grid >= Grid4::CENTERED; }
+    // Whether four bits n are multiplied as they are, and what they are more than the weight is taken off the sum.
+    bool is_plain4() const { return bits == 4 && (grid == Grid4::PLAIN || has_zeros()); }
+    // What the bytes that are multiplied are more than weights. With zeros it is theirs, in units of which it is given.
+    int surplus() const {
+        if (is_blocks()) return blocks().zero;
+        return !is_plain4() ? static_cast<int>(Bytes::FLIP) : has_zeros() ? 1 : 8;
+    }
     BlockLayout blocks() const { return BlockLayout(*this); }
 
     const uint8_t* packed() const override { return weights.data(); }

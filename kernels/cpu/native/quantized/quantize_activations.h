@@ -5,7 +5,7 @@
 
 namespace llmbox {
 
-// Values, and for each row and group (a cell) the scale and what takes off 128 more in each weight. Rows lie in blocks
+// Values, and for each row and group (a cell) the scale and what takes off the surplus of each weight. Rows lie in blocks
 // as high as a tile, group after group, so that tiles read memory in one direction.
 struct QuantRows {
     static constexpr int BLOCK = LLMBOX_TILES ? 16 : 1;
@@ -14,21 +14,23 @@ struct QuantRows {
     float* scales;   // [blocks][groups][BLOCK]
     int32_t* corrections;
     int groups, group;
-    // For blocks of GGUF there are two of each, for the spans of a cell: what their zero adds, and the sum of the row.
-    int zero = 0, span = 0;
+    int surplus = 0;  // of QuantLinear
+    // For blocks of GGUF there are two of each, for the spans of a cell: what the surplus adds, and the sum of the row.
+    int span = 0;
     float* sums = nullptr;
 
     static size_t bytes(int rows, const QuantLinear& linear) {
         const int more = linear.is_blocks() ? 12 : 0;
         return static_cast<size_t>(round_up(rows, BLOCK)) * linear.groups * (linear.group + 8 + more);
     }
-    QuantRows(uint8_t* memory, int rows, const QuantLinear& linear) : groups(linear.groups), group(linear.group) {
+    QuantRows(uint8_t* memory, int rows, const QuantLinear& linear)
+        : groups(linear.groups), group(linear.group), surplus(linear.surplus()) {
         const size_t cells = static_cast<size_t>(round_up(rows, BLOCK)) * groups;
         scales = reinterpret_cast<float*>(memory);
         corrections = reinterpret_cast<int32_t*>(memory + 4 * cells);
         values = reinterpret_cast<int8_t*>(memory + 8 * cells);
         if (!linear.is_blocks()) return;
-        zero = linear.blocks().zero, span = linear.blocks().span;
+        span = linear.blocks().span;
         sums = reinterpret_cast<float*>(memory + 12 * cells);
         values += 12 * cells;
     }
@@ -37,6 +39,20 @@ struct QuantRows {
     }
     QuantRows() = default;
 };
+
+// to[i] = x[order[i]], in stores of eight bytes: vectors that are loaded next do not wait for as many as there are numbers.
+template <class In> INLINE void gather(const In* x, const int32_t* order, int count, In* to) {
+    constexpr int EACH = sizeof(uint64_t) / sizeof(In);
+    using Bits = std::conditional_t<sizeof(In) == 2, uint16_t, uint32_t>;
+    int i = 0;
+    for (; i + EACH <= count; i += EACH) {
+        uint64_t word = 0;
+        UNROLL for (int j = 0; j < EACH; j++)
+            word |= static_cast<uint64_t>(load_as<Bits>(x + order[i + j])) << j * 8 * sizeof(In);
+        store_as(to + i, word);
+    }
+    for (; i < count; i++) to[i] = x[order[i]];
+}
 
 // `count` numbers of x are there, the rest of the group is zero.
 template <class In> INLINE void quantize_group(const In* x, int count, size_t cell, const QuantRows& rows) {
@@ -53,13 +69,13 @@ template <class In> INLINE void quantize_group(const In* x, int count, size_t ce
     }
     rows.scales[cell] = finite ? most / 127 : NAN;
     if (!rows.sums) {
-        rows.corrections[cell] = -static_cast<int>(Bytes::FLIP) * sum(halves[0] + halves[1]);
+        rows.corrections[cell] = -rows.surplus * sum(halves[0] + halves[1]);
         return;
     }
     const int32_t first = sum(halves[0]), second = sum(halves[1]);
     const int32_t spans[2] = {rows.span == 16 ? first : first + second, second};
     for (int s = 0; s < 2; s++) {
-        rows.corrections[2 * cell + s] = -rows.zero * spans[s];
+        rows.corrections[2 * cell + s] = -rows.surplus * spans[s];
         rows.sums[2 * cell + s] = rows.scales[cell] * static_cast<float>(spans[s]);
     }
 }

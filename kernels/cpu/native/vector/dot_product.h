@@ -86,6 +86,33 @@ inline bool has_byte_products() {
 #define LLMBOX_BYTE_DOT 0
 #endif
 
+INLINE Ints splat_int(int32_t x) { return x | Ints{}; }
+
+// A byte for each lane. Conversions of vectors by g++ 12 take many steps.
+INLINE Words lane_bytes(const uint8_t* from) {
+#if defined(__AVX512BW__)
+    return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+    return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+    typedef uint8_t LaneBytes __attribute__((vector_size(LANES)));
+    return __builtin_convertvector(load_as<LaneBytes>(from), Words);
+#endif
+}
+
+// a[i] * b[i] + a[i + 1] * b[i + 1] of each word, whose halves are signed.
+INLINE Ints multiply_pairs(Words a, Words b) {
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+    return ((Ints)(a << 16) >> 16) * ((Ints)(b << 16) >> 16) + ((Ints)a >> 16) * ((Ints)b >> 16);
+#endif
+}
+
 // sum += the four products of weight bytes and signed row bytes, lane by lane; exact. FLIP: what makes the bytes of
 // signed weights: 0x80 adds 128 where the instruction takes unsigned ones.
 struct Bytes {
@@ -115,18 +142,7 @@ struct Bytes {
     }
     static INLINE void dot(Ints& sum, Words weights, Row row) {
         const Words mask = splat(0x00ff00ffu);
-        sum += add_pairs(weights & mask, row.even) + add_pairs((weights >> 8) & mask, row.odd);
-    }
-    static INLINE Ints add_pairs(Words a, Words b) {
-#if defined(__AVX512BW__)
-        return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-        return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-        return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#else
-        return ((Ints)(a << 16) >> 16) * ((Ints)(b << 16) >> 16) + ((Ints)a >> 16) * ((Ints)b >> 16);
-#endif
+        sum += multiply_pairs(weights & mask, row.even) + multiply_pairs((weights >> 8) & mask, row.odd);
     }
 #endif
 };
@@ -136,9 +152,7 @@ template <class Dot, int ROWS, int VECTORS> struct ByteSums {
     static constexpr int WORDS = 1;  // of each output that are multiplied together, at least
     Ints sums[ROWS][VECTORS];
 
-    INLINE void begin(int r, int32_t value) {
-        UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = (Ints)splat(static_cast<uint32_t>(value));
-    }
+    INLINE void begin(int r, int v, Ints value) { sums[r][v] = value; }
     // COUNT neighboring words; those of a row begin at x[r] + at.
     template <int COUNT> INLINE void add(const Words (&weights)[VECTORS][COUNT], const int8_t* const (&x)[ROWS], int at) {
         UNROLL for (int w = 0; w < COUNT; w++)
@@ -157,9 +171,12 @@ template <int ROWS, int VECTORS>
 struct ByteSums<Bytes, ROWS, VECTORS> {
     static constexpr int WORDS = 2;
     int32x4_t sums[(ROWS + 1) / 2][VECTORS][2] = {};  // both rows with outputs 0 and 1 of a vector, with 2 and 3
-    int32_t first[ROWS];
 
-    INLINE void begin(int r, int32_t value) { first[r] = value; }
+    INLINE void begin(int r, int v, Ints value) {
+        const int32x2_t none = {}, low = vget_low_s32((int32x4_t)value), high = vget_high_s32((int32x4_t)value);
+        sums[r / 2][v][0] += r % 2 ? vcombine_s32(none, low) : vcombine_s32(low, none);
+        sums[r / 2][v][1] += r % 2 ? vcombine_s32(none, high) : vcombine_s32(high, none);
+    }
     template <int COUNT> INLINE void add(const Words (&weights)[VECTORS][COUNT], const int8_t* const (&x)[ROWS], int at) {
         UNROLL for (int w = 0; w < COUNT; w += 2) {
             int8x16_t outputs[VECTORS][2];
@@ -178,7 +195,7 @@ struct ByteSums<Bytes, ROWS, VECTORS> {
     }
     INLINE Ints total(int r, int v) const {
         const auto low = (int64x2_t)sums[r / 2][v][0], high = (int64x2_t)sums[r / 2][v][1];
-        return (Ints)(r % 2 ? vzip2q_s64(low, high) : vzip1q_s64(low, high)) + (Ints)splat(static_cast<uint32_t>(first[r]));
+        return (Ints)(r % 2 ? vzip2q_s64(low, high) : vzip1q_s64(low, high));
     }
 };
 #endif
