@@ -33,8 +33,10 @@ FLAGS = (
     "-fno-trapping-math",
 )
 COMPILERS = ("c++", "g++", "clang++")
-TIMEOUT_S = 300
-"""Most seconds of one compiler at the first start; a wheel's build takes its own limit."""
+TIMEOUT_S = 1200
+"""Most seconds of one compiler at the first start, on a machine that has much else to do: where it is cut,
+the next instruction set begins from nothing. A wheel's build takes its own limit.
+"""
 MOST_AT_ONCE = 8
 """Most compilers at a time; one takes 0.25 to 0.4 GB."""
 SECONDS = {

@@ -157,10 +157,20 @@ def _follow(program: Program, found: dict[str, Any], *, as_json: bool) -> None:
             if found["state"] not in {"checking", "downloading"}:
                 break
             time.sleep(LOOK)
-            found = find(program, found["model"])
+            found = _look_again(program, found)
     finally:
         view.close()
     finish(program, found, as_json=as_json)
+
+
+def _look_again(program: Program, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the download as it is now, or `found` where a daemon that is alive has no time to answer."""
+    try:
+        return find(program, found["model"])
+    except CliError as error:
+        if error.exit != Exit.UNREACHABLE or find_running(program.paths) is None:
+            raise
+        return found
 
 
 def finish(program: Program, found: Mapping[str, Any], *, as_json: bool) -> None:

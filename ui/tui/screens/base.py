@@ -194,7 +194,7 @@ class KeyFooter(Footer):
         keys = list(super().compose())
 
         def width() -> int:
-            return sum(
+            return 1 + sum(
                 len(key.key_display) + len(key.description) + 2 for key in keys if isinstance(key, FooterKey)
             )
 
@@ -219,11 +219,19 @@ def bar_line(app: "Dashboard", title: str, width: int) -> tuple[Line, tuple[tupl
     else:
         text = f" {TITLES.index(title) + 1} {title} "
         texts = ["" if each != title else text if len(text) <= room else "" for each in TITLES]
+    at = TITLES.index(title)
+    if texts[at] and not texts[at].endswith(" ") and at + 1 < len(texts):
+        # Where blanks are shared, the one behind the tab is its own: the highlight is even.
+        texts[at], texts[at + 1] = texts[at] + " ", texts[at + 1].lstrip()
     spans: list[Span] = []
     places = []
     for full, text in zip(TITLES, texts, strict=True):
         tone = "tab" if full == title else "bad" if full == "Alerts" and _has_failure(app.state) else "muted"
-        spans.append((text, tone))
+        if tone == "muted":  # the number is the key that goes there, and looks like those of the footer
+            key = len(text) - len(text.lstrip()) + 1 if text else 0
+            spans += [(text[:key], "accent"), (text[key:], tone)]
+        else:
+            spans.append((text, tone))
         places.append((begin, begin + len(text), full))
         begin += len(text)
     gap = max(0, width - begin - line_width(right))
