@@ -3,6 +3,7 @@ lines on stderr and an exit code.
 """
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
@@ -122,6 +123,14 @@ def refuse_unknown(group: click.Group, ctx: click.Context, args: list[str]) -> N
     raise click.UsageError(f"No such command '{word}'.{hint}", ctx)
 
 
+def suggest_choice(error: click.UsageError) -> None:
+    """Add the nearest choice to an error about a value that is none of a parameter's choices."""
+    kind = error.param.type if isinstance(error, click.BadParameter) and error.param else None
+    said = re.match(r"'(.*)' is not one of", error.message)
+    if isinstance(kind, click.Choice) and said and (meant := nearest(said[1], list(map(str, kind.choices)))):
+        error.message = f"{error.message.rstrip('.')}. Did you mean '{meant}'?"
+
+
 class CommandGroup(click.Group):
     """A group of commands inside one, such as `config`."""
 
@@ -236,6 +245,7 @@ def run(arguments: Sequence[str] | None, program: Program) -> int:
         output.print_error(error)
         return error.exit
     except click.UsageError as error:
+        suggest_choice(error)
         error.show()
         return Exit.USAGE
     except click.ClickException as error:

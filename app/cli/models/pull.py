@@ -72,8 +72,7 @@ def pull(
         if act != "resume":
             return
     else:
-        if find_running(program.paths) is None:
-            _check_name(ref)  # a typo needs no daemon
+        _check_name(ref)  # a typo needs no daemon
         _start_daemon_if_needed(program, {})
         found = program.client.post("/admin/api/downloads", {"model": ref, "anyway": anyway})["download"]
     if not wait:
