@@ -123,12 +123,16 @@ def refuse_unknown(group: click.Group, ctx: click.Context, args: list[str]) -> N
     raise click.UsageError(f"No such command '{word}'.{hint}", ctx)
 
 
-def suggest_choice(error: click.UsageError) -> None:
-    """Add the nearest choice to an error about a value that is none of a parameter's choices."""
-    kind = error.param.type if isinstance(error, click.BadParameter) and error.param else None
+def with_nearest_choice(error: click.UsageError) -> click.UsageError:
+    """Return the error with the nearest choice, if it is about a value that is none of a parameter's."""
+    if not isinstance(error, click.BadParameter) or error.param is None:
+        return error
+    kind = error.param.type
     said = re.match(r"'(.*)' is not one of", error.message)
-    if isinstance(kind, click.Choice) and said and (meant := nearest(said[1], list(map(str, kind.choices)))):
-        error.message = f"{error.message.rstrip('.')}. Did you mean '{meant}'?"
+    if not isinstance(kind, click.Choice) or not said or not (meant := nearest(said[1], [*kind.choices])):
+        return error
+    message = f"{error.message.rstrip('.')}. Did you mean '{meant}'?"
+    return click.BadParameter(message, error.ctx, error.param, error.param_hint)
 
 
 class CommandGroup(click.Group):
@@ -245,8 +249,7 @@ def run(arguments: Sequence[str] | None, program: Program) -> int:
         output.print_error(error)
         return error.exit
     except click.UsageError as error:
-        suggest_choice(error)
-        error.show()
+        with_nearest_choice(error).show()
         return Exit.USAGE
     except click.ClickException as error:
         error.show()

@@ -65,5 +65,5 @@ def test_a_download_that_failed_is_described_whole_with_what_to_do():
 def test_a_model_is_described_with_what_a_narrow_list_leaves_out():
     model = {"name": "m", "state": "ready", "info": INFO, "pinned": True, "expires_s": 240}
     told = " ".join(described(DashboardState(answers={"models": {"models": [model]}}), 60))
-    for fact in ("device     cuda", "context    100", "pinned     yes", "unused for 4 min"):
+    for fact in ("device     cuda", "context    100", "pinned     yes", "unloads in 4 min"):
         assert fact in told

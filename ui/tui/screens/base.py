@@ -186,7 +186,7 @@ class AlertLine(Lines):
 
 
 class KeyFooter(Footer):
-    """Footer that leaves out what all screens have where it would not fit."""
+    """Footer that leaves out what would not fit: first what all screens have, then the last keys but help."""
 
     SPARE: Final = ("pause", "themes", "app.focus_next", "quit", "range")
 
@@ -202,6 +202,8 @@ class KeyFooter(Footer):
             if width() <= self.screen.size.width:
                 break
             keys = [key for key in keys if not (isinstance(key, FooterKey) and key.action == action)]
+        while len(keys) > 1 and width() > self.screen.size.width:
+            keys.pop(-2)  # the last one is help, which lists them all
         yield from keys
 
 
@@ -214,11 +216,12 @@ def bar_line(app: "Dashboard", title: str, width: int) -> tuple[Line, tuple[tupl
     room = width - begin - line_width(right)
     for names, form in _TABS:
         texts = [form.format(number=at, name=each) for at, each in enumerate(names, 1)]
-        if sum(map(len, texts)) <= room:
+        if sum(map(len, texts)) + (not form.endswith(" ")) <= room:
             break
-    else:
-        text = f" {TITLES.index(title) + 1} {title} "
-        texts = ["" if each != title else text if len(text) <= room else "" for each in TITLES]
+    else:  # the name of this screen, and the keys of the others
+        texts = [f" {at} " if each != title else f" {at} {each} " for at, each in enumerate(TITLES, 1)]
+        if sum(map(len, texts)) > room:
+            texts = [text if text.endswith(f"{title} ") and len(text) <= room else "" for text in texts]
     at = TITLES.index(title)
     if texts[at] and not texts[at].endswith(" ") and at + 1 < len(texts):
         # Where blanks are shared, the one behind the tab is its own: the highlight is even.

@@ -27,7 +27,7 @@ COLUMNS = (
     Column("PIN", 4, rank=7),
     Column("ON DISK", 8, right=True, rank=8),
 )
-NAMES = ("device", "weights", "KV cache", "context", "requests", "unused for", "pinned", "on disk")
+NAMES = ("device", "weights", "KV cache", "context", "requests", "unloads in", "pinned", "on disk")
 """Names of the columns behind the state, where one model is described."""
 FACT = 26
 """Cells of one fact."""
@@ -169,14 +169,11 @@ def about_lines(row: Row, model: Mapping[str, Any], width: int, glyphs: Glyphs) 
     """Describe one model: its whole name and state, why it failed and what to do, and its other columns."""
     (name, _), (state, tone) = row.cells[:2]
     error = model.get("error") or {}
-    texts = [(f"{error['what']}: {error['why']}" if error.get("why") else "", tone), (state, tone)]
+    said = f"{error['what']}: {error['why']}" if error.get("why") else state
+    fix = f"To do: {error['fix']}" if error.get("fix") else ""
     lines: list[Line] = [heading(f" {name}", width - 1, glyphs)]
-    said, tone = next(each for each in texts if each[0])
-    lines += [((" " + text, tone),) for line in wrap(said, width - 2) for text, _ in line]
-    if error.get("fix"):
-        lines += [
-            ((" " + text, ""),) for line in wrap(f"To do: {error['fix']}", width - 2) for text, _ in line
-        ]
+    for text, color in ((said, tone), (fix, "")):
+        lines += [((f" {piece}", color),) for ((piece, _),) in wrap(text, width - 2)]
     facts = [
         ((f" {label:<11}", "muted"), (fit(text, FACT - 12, glyphs), ""))
         for label, (text, _) in zip(NAMES, row.cells[2:], strict=True)
