@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Self
 from .config.paths import Paths, socket_address
 from .errors import CliError, Exit
 
-TIMEOUT = 10.0
-"""Seconds to wait for an answer of the admin API, which never waits for an engine."""
+TIMEOUT = 30.0
+"""Seconds to wait for an answer of the admin API, which never waits for an engine. Busy machines are slow."""
 
 EXIT_OF_STATUS = {
     400: Exit.FAILED,

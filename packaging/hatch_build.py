@@ -51,6 +51,9 @@ class Additions(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if why := bring():
             self.app.display_warning(WITHOUT.format(why=why))
+        if self.target_name == "sdist" and VENDOR.exists():
+            # Git ignores the folder, and with it hatchling's walk over the tree does.
+            build_data["force_include"][str(VENDOR)] = "ui/web/static/vendor"
         if self.target_name == "wheel" and version != "editable":
             self._add_kernels(build_data)
 

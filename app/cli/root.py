@@ -3,6 +3,7 @@ lines on stderr and an exit code.
 """
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
@@ -122,6 +123,18 @@ def refuse_unknown(group: click.Group, ctx: click.Context, args: list[str]) -> N
     raise click.UsageError(f"No such command '{word}'.{hint}", ctx)
 
 
+def with_nearest_choice(error: click.UsageError) -> click.UsageError:
+    """Return the error with the nearest choice, if it is about a value that is none of a parameter's."""
+    if not isinstance(error, click.BadParameter) or error.param is None:
+        return error
+    kind = error.param.type
+    said = re.match(r"'(.*)' is not one of", error.message)
+    if not isinstance(kind, click.Choice) or not said or not (meant := nearest(said[1], [*kind.choices])):
+        return error
+    message = f"{error.message.rstrip('.')}. Did you mean '{meant}'?"
+    return click.BadParameter(message, error.ctx, error.param, error.param_hint)
+
+
 class CommandGroup(click.Group):
     """A group of commands inside one, such as `config`."""
 
@@ -236,7 +249,7 @@ def run(arguments: Sequence[str] | None, program: Program) -> int:
         output.print_error(error)
         return error.exit
     except click.UsageError as error:
-        error.show()
+        with_nearest_choice(error).show()
         return Exit.USAGE
     except click.ClickException as error:
         error.show()

@@ -1,6 +1,7 @@
 """Newer releases, asked for by the owner only, and the commands that change this very installation.
 
-The index is the one that pip or uv would ask: from their variables and pip's configuration files, else PyPI.
+The index is the one that pip or uv would ask: from their variables and pip's configuration files. PyPI is not
+asked: the package of this name there is another program, by other people.
 """
 
 import configparser
@@ -29,6 +30,8 @@ from ..errors import CliError, Exit
 DEFAULT_INDEX: Final = "https://pypi.org/simple"
 """Index of pip and uv where nothing else is configured."""
 ACCEPTED: Final = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
+_FOREIGN: Final = {"pypi.org", "www.pypi.org", "test.pypi.org"}
+"""Hosts of indexes whose `llmbox` is another program."""
 _TIMEOUT: Final = 20.0
 _LARGEST: Final = 20_000_000
 """Bytes of an answer."""
@@ -62,9 +65,28 @@ class Update:
 def check_for_update(environ: Mapping[str, str]) -> Update:
     """Ask the index for the newest release. Raises CliError."""
     index = index_url(environ)
+    if _host(index) in _FOREIGN:
+        raise CliError(
+            "there is no package index of llmbox here",
+            "the llmbox on PyPI is another program: installing it would replace this one",
+            f"{_upgrade_by_hand()}; or name an index that has it: PIP_INDEX_URL=URL",
+            Exit.NOT_FOUND,
+        )
     latest = newest_release(_fetch(index), index)
     newer = _numbers(latest) > _numbers(__version__)
     return Update(__version__, latest, newer, upgrade_command(), without_password(index))
+
+
+def _upgrade_by_hand() -> str:
+    source = _source_folder()
+    return f"git -C {shlex.quote(source)} pull" if source else "install a newer wheel or package of it"
+
+
+def _host(url: str) -> str:
+    try:
+        return (urlsplit(url).hostname or "").rstrip(".")
+    except ValueError:
+        return ""
 
 
 def index_url(environ: Mapping[str, str]) -> str:

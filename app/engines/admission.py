@@ -114,7 +114,8 @@ def require_same(have: EngineConfig, wanted: EngineConfig) -> None:
 
 def model_not_found(name: str) -> ApiError:
     """Error 404 of an unknown model."""
-    return ApiError(404, f"The model {name!r} does not exist here.", code="model_not_found", param="model")
+    message = f"The model {name!r} does not exist here. Names that do are listed at /v1/models."
+    return ApiError(404, message, "model_not_found", "model")
 
 
 class QueueReservations:

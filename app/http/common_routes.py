@@ -29,17 +29,19 @@ from .auth.guard import Access, identity_of
 from .openai.request_context import HttpRequest
 from .openai.request_types import Name
 from .openai.response_types import ModelCard
-from .server.errors import error_type
+from .server.errors import card_page, error_type, wants_page
 from .server.sse import while_connected
 
-INDEX = """\
-llmbox serves language models from this machine.
-
-OpenAI-compatible API   /v1  (chat/completions, completions, models)
-Ollama's API            /api (chat, generate, tags, ps, show)
-API description         /openapi.json
-Health                  /health, /ready, /metrics, /version
-"""
+INDEX = """<p>This machine serves language models.</p>
+<p><a class="button main" href="/admin">Open the panel</a></p>
+<dl class="rows">
+<div><dt>OpenAI's API</dt><dd><code>/v1</code></dd></div>
+<div><dt>Anthropic's API</dt><dd><code>/v1/messages</code></dd></div>
+<div><dt>Ollama's API</dt><dd><code>/api</code></dd></div>
+<div><dt>All routes</dt><dd><a href="/openapi.json"><code>/openapi.json</code></a></dd></div>
+<div><dt>Health</dt><dd><a href="/ready"><code>/ready</code></a></dd></div>
+</dl>"""
+"""Page for people, inside its card."""
 OLLAMA = "Ollama is running"
 """Text that Ollama's clients look for, to the letter."""
 
@@ -75,12 +77,12 @@ class Version(msgspec.Struct):
     python: str
 
 
-@get("/", media_type=MediaType.TEXT, sync_to_thread=False, opt={"access": Access.LIVENESS}, name="index")
-def index(request: Request[Any, Any, State]) -> str:
-    """Return the names and addresses of this daemon for people, and to programs the text that Ollama's
-    clients look for.
-    """
-    return INDEX if "text/html" in request.headers.get("accept", "") else OLLAMA
+@get("/", sync_to_thread=False, opt={"access": Access.LIVENESS}, name="index")
+def index(request: Request[Any, Any, State]) -> Response[str]:
+    """Return a page of what is here to browsers, and to programs the text that Ollama's clients look for."""
+    is_page = wants_page(request)
+    body, kind = (card_page("Serving", INDEX), MediaType.HTML) if is_page else (OLLAMA, MediaType.TEXT)
+    return Response(body, media_type=kind, headers={"Vary": "Accept"})
 
 
 @get("/health", sync_to_thread=False, opt={"access": Access.LIVENESS}, name="health")

@@ -17,6 +17,7 @@ from llmbox.kernels.cpu.isa import LEVELS
 from support.compiled_programs import keeping_compiler
 
 ROOT = Path(__file__).parents[2]
+VENDOR = ROOT / "ui/web/static/vendor"
 FOLDERS = ("app", "engine", "kernels", "ui", "migrations")
 pytestmark = pytest.mark.slow
 
@@ -81,6 +82,9 @@ def test_sdist_gives_the_same_wheel_and_without_kernels_it_is_for_every_machine(
     with tarfile.open(sdist) as tar:
         tar.extractall(tmp_path, filter="data")
     source = next(path for path in tmp_path.iterdir() if path.is_dir())
+    assert not list(source.glob("*.log")), "what programs wrote here is no part of a release"
+    brought = {path.name for path in (source / "ui/web/static/vendor").glob("*")}
+    assert brought == {path.name for path in VENDOR.glob("*")}, "the wheel from it would ask npm again"
     again = build("wheel", source, tmp_path / "again")
     assert files_in_wheel(again) == files_in_folders()
     assert again.stem.endswith("-py3-none-any")

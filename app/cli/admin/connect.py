@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.argument("client", required=False, type=click.Choice([*GUIDES, "mcp"]))
+@click.argument("client", required=False, metavar="[CLIENT]", type=click.Choice([*GUIDES, "mcp"]))
 @click.argument("assistant", required=False, metavar="[ASSISTANT]", type=click.Choice(list(MCP_PROGRAMS)))
 @click.option("--model", metavar="NAME", help="Model to use; default is the first that is loaded.")
 @click.option(

@@ -72,8 +72,7 @@ def pull(
         if act != "resume":
             return
     else:
-        if find_running(program.paths) is None:
-            _check_name(ref)  # a typo needs no daemon
+        _check_name(ref)  # a typo needs no daemon
         _start_daemon_if_needed(program, {})
         found = program.client.post("/admin/api/downloads", {"model": ref, "anyway": anyway})["download"]
     if not wait:
@@ -157,10 +156,20 @@ def _follow(program: Program, found: dict[str, Any], *, as_json: bool) -> None:
             if found["state"] not in {"checking", "downloading"}:
                 break
             time.sleep(LOOK)
-            found = find(program, found["model"])
+            found = _look_again(program, found)
     finally:
         view.close()
     finish(program, found, as_json=as_json)
+
+
+def _look_again(program: Program, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the download as it is now, or `found` where a daemon that is alive has no time to answer."""
+    try:
+        return find(program, found["model"])
+    except CliError as error:
+        if error.exit != Exit.UNREACHABLE or find_running(program.paths) is None:
+            raise
+        return found
 
 
 def finish(program: Program, found: Mapping[str, Any], *, as_json: bool) -> None:

@@ -18,6 +18,7 @@ from ...security.keys import ApiKey
 from ...security.security import Security
 from ...security.sessions import PATH
 from ...services import Services
+from ..server.errors import card_page
 from ..server.middleware import add_headers
 from ..server.request import form_of
 from .guard import Access, identity_of, no_cookie, session_cookie, session_identity
@@ -113,32 +114,13 @@ def _page(
 ) -> Response[str]:
     said = f'<p class="failure" role="alert">{escape(message)}</p>' if message else ""
     inner = _LINK_FORM.format(token=escape(token, quote=True)) if token else _KEY_FORM
-    body = _PAGE.format(said=said, inner=inner)
+    body = card_page("Sign in", said + inner)
     return Response(body, status_code=status, headers=headers, media_type=MediaType.HTML)
 
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="robots" content="noindex">
-<title>Sign in · llmbox</title>
-<link rel="icon" href="/admin/static/icon.svg" type="image/svg+xml">
-<link rel="stylesheet" href="/admin/static/panel.css">
-</head>
-<body class="gate">
-<main>
-<h1><img src="/admin/static/icon.svg" alt="" width="28" height="28"> llmbox</h1>
-{said}
-{inner}
-</main>
-</body>
-</html>
-"""
 _LINK_FORM = """<form method="post" action="/admin/signin">
 <input type="hidden" name="token" value="{token}">
-<p>This link signs this browser in. It works once.</p>
+<p>This link signs this browser in, once.</p>
 <button class="main" type="submit" autofocus>Sign in</button>
 </form>"""
 _KEY_FORM = """<form method="post" action="/admin/signin">

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from ...control.controller import DaemonController
+from ...engines.admission import model_not_found
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.generation import Generation
@@ -330,7 +331,7 @@ async def unload(control: DaemonController, caller: Identity, name: str) -> None
     model = control.services.engines.find(control.residency.real_name(name))
     if model is None:
         if not await control.places([name]):
-            raise ApiError(404, f"The model {name!r} does not exist here.", "model_not_found", "model")
+            raise model_not_found(name)
         return
     if not may_decide(caller, model):
         message = (

@@ -13,6 +13,7 @@ from litestar.types import ControllerRouterHandler
 
 from ...control.controller import DaemonController
 from ...control.library import STATUS_OF_EXIT, LocalModelFacts, read_card
+from ...engines.admission import model_not_found
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError, CliError, Exit
 from ...gateway.gateway import context_limit
@@ -317,7 +318,7 @@ async def ollama_show(request: HttpRequest, data: Annotated[ShowRequest, Body()]
     call.caller.require_model(name)
     cards = await _cards(await control.places([name]))
     if name not in cards:
-        raise ApiError(404, f"The model {name!r} does not exist here.", "model_not_found", "model")
+        raise model_not_found(name)
     card, alias = cards[name], control.services.aliases().get(name)
     window = next((model.context_window for model in await listed_models(call) if model.id == name), None)
     return OllamaShowResponse(

@@ -81,7 +81,8 @@ class AnswerWriter:
             "prompt_eval_count": usage.prompt_tokens,
             "prompt_eval_duration": _nanoseconds(first - begun),
             "eval_count": usage.output_tokens,
-            "eval_duration": _nanoseconds(last - first),
+            # Clients divide by it, and one token has no time between the first and the last.
+            "eval_duration": max(1, _nanoseconds(last - first)),
         }
         warnings = self._call.prepared.warnings_at_end(self._opened)
         return data | ({"warnings": warnings} if warnings else {})

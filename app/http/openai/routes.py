@@ -10,6 +10,7 @@ from litestar.params import Body, Parameter, QueryParameter
 from msgspec import Struct
 
 from ...control.controller import DaemonController
+from ...engines.admission import model_not_found
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import context_limit
@@ -158,7 +159,7 @@ async def model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> 
     for found in await listed_models(await RequestContext.of(request)):
         if found.id == wanted:
             return model_info(found) if is_anthropic_client(request) else found
-    raise ApiError(404, f"The model {wanted!r} does not exist here.", code="model_not_found", param="model")
+    raise model_not_found(wanted)
 
 
 @delete(

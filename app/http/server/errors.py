@@ -36,11 +36,41 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+_CARD = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="robots" content="noindex">
+<title>{title} · llmbox</title>
+<link rel="icon" href="/admin/static/icon.svg" type="image/svg+xml">
+<link rel="stylesheet" href="/admin/static/panel.css">
+</head>
+<body class="gate">
+<main>
+<h1><img src="/admin/static/icon.svg" alt="" width="28" height="28"> llmbox</h1>
+{inner}
+</main>
+</body>
+</html>
+"""
+_NO_PAGE = """<p>The panel has no page at this address.</p>
+<p><a class="button main" href="/admin">Open the panel</a></p>"""
 _MESSAGES = {
     404: "There is no such route. The routes are listed at /openapi.json.",
     405: "This route does not support the request's method.",
     413: "The request body is too large.",
 }
+
+
+def card_page(title: str, inner: str) -> str:
+    """Return a page outside the panel's frame: one card, for whoever is not signed in. `inner` is HTML."""
+    return _CARD.format(title=title, inner=inner)
+
+
+def wants_page(request: Request[Any, Any, Any]) -> bool:
+    """Return whether a browser asks for a page to show."""
+    return request.method == "GET" and "text/html" in request.headers.get("accept", "")
 
 
 def to_api_error(error: BaseException) -> ApiError:
@@ -96,6 +126,10 @@ def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]
             exc_info=error,
         )
     path = request.scope["path"]
+    is_panel = path.startswith("/admin/") and not path.startswith("/admin/api/")
+    if result.status == 404 and is_panel and isinstance(error, HTTPException) and wants_page(request):
+        page = card_page("No such page", _NO_PAGE).encode()
+        return Response(page, status_code=404, media_type="text/html; charset=utf-8")
     of_models = path.startswith(_MODELS_ROUTES) and is_anthropic_client(request)
     if of_models or (path.startswith("/v1/") and "anthropic-version" in request.headers):
         path = _ANTHROPIC_ROUTES

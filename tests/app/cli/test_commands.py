@@ -220,3 +220,15 @@ def test_a_typo_in_pull_is_told_before_a_daemon_is_started(llmbox, tmp_path: Pat
     assert (code, "did you mean llama3.2:1b?" in err) == (Exit.FAILED, True)
     assert "Starting" not in err
     assert not (tmp_path / "data").exists()
+
+
+def test_a_typo_in_pull_is_told_in_the_same_way_while_a_daemon_runs(llmbox, monkeypatch):
+    monkeypatch.setattr("llmbox.app.cli.models.pull.find_running", lambda _paths: object())
+    code, _, err = llmbox("pull", "lama3.2:1b")
+    assert (code, "did you mean llama3.2:1b?" in err) == (Exit.FAILED, True)
+
+
+def test_a_mistyped_choice_is_answered_with_the_nearest(llmbox):
+    code, _, err = llmbox("connect", "claud")
+    assert (code, "Did you mean 'claude'?" in err) == (Exit.USAGE, True)
+    assert "Did you mean" not in llmbox("connect", "frobnicate")[2]

@@ -150,6 +150,20 @@ def test_an_answer_that_is_no_http_is_a_clear_error(answer):
     assert raised.value.why
 
 
+@pytest.mark.parametrize("url", ["", "https://pypi.org/simple", "https://name:secret@PyPI.org./simple/"])
+def test_the_package_of_the_same_name_on_pypi_is_never_offered(url, tmp_path, monkeypatch):
+    """It is by other people: upgrading to it would replace llmbox and run their code."""
+    asked = []
+    monkeypatch.setattr(updates, "_fetch", asked.append)
+    monkeypatch.setattr(updates, "_pip_files", lambda _environ: iter(()))
+    with pytest.raises(CliError) as raised:
+        check_for_update({"HOME": str(tmp_path), "PIP_INDEX_URL": url})
+    assert asked == []
+    assert "another program" in raised.value.why
+    assert "PIP_INDEX_URL=URL" in raised.value.fix
+    assert "secret" not in str(raised.value.fix + raised.value.why)
+
+
 def test_the_index_is_that_of_pip_and_uv(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
     home = {"HOME": str(tmp_path)}

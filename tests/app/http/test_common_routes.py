@@ -6,13 +6,29 @@ from llmbox.app.http.server.request import is_local_socket
 from llmbox.app.security.keys import KeySpec
 from support.http_app import client, fake_services, guarded, make_app
 
+BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
 
 async def test_index_says_what_runs_here() -> None:
     async with client(make_app()) as http:
-        answer = await http.get("/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
-    assert answer.headers["content-type"].startswith("text/plain")
-    assert "llmbox" in answer.text
-    assert "/v1" in answer.text
+        answer = await http.get("/", headers=BROWSER)
+    assert answer.headers["content-type"].startswith("text/html")
+    assert answer.headers["vary"] == "Accept"  # a cache must not give a program the page
+    for there in ('href="/admin"', "/v1", "/api", "/openapi.json"):
+        assert there in answer.text
+
+
+async def test_an_address_that_the_panel_does_not_have_is_a_page_for_browsers_only() -> None:
+    async with client(make_app()) as http:
+        page = await http.get("/admin/nosuch", headers=BROWSER)
+        program = await http.get("/admin/nosuch")
+        api = await http.get("/admin/api/nosuch", headers=BROWSER)
+        other = await http.get("/v1/nosuch", headers=BROWSER)
+    assert page.status_code == program.status_code == api.status_code == other.status_code == 404
+    assert page.headers["content-type"].startswith("text/html")
+    assert 'href="/admin"' in page.text
+    for answer in (program, api, other):
+        assert answer.json()["error"]["code"] == "not_found"
 
 
 async def test_programs_are_told_what_ollamas_clients_look_for() -> None:

@@ -3,7 +3,8 @@
 import pytest
 
 from llmbox.ui.tui.messages import DashboardState
-from llmbox.ui.tui.screens.models import find_model, model_rows
+from llmbox.ui.tui.rendering import UNICODE, line_width
+from llmbox.ui.tui.screens.models import about_lines, find_model, model_rows
 
 INFO = {"device": "cuda", "weights_bytes": 10, "kv_bytes": 10, "context_window": 100}
 
@@ -41,3 +42,28 @@ def test_a_load_says_how_far_it_is(phase, done, total, told):
     model = {"name": "m", "state": "loading", "progress": progress}
     (row,) = model_rows(DashboardState(answers={"models": {"models": [model]}}))
     assert row.cells[1][0] == told
+
+
+def described(state: DashboardState, width: int) -> list[str]:
+    (row,) = model_rows(state)
+    lines = about_lines(row, find_model(state, row.key), width, UNICODE)
+    assert all(line_width(line) <= width for line in lines)
+    return ["".join(text for text, _ in line).rstrip() for line in lines]
+
+
+def test_a_download_that_failed_is_described_whole_with_what_to_do():
+    why = "its license must be accepted on the page of the model"
+    error = {"code": "gated", "what": "org/m is gated", "why": why, "fix": "open the page and accept it"}
+    failed = {"model": "org/m", "state": "failed", "done": 0, "total": 0, "error": error}
+    name, *rest = described(DashboardState(answers={"downloads": {"downloads": [failed]}}), 40)
+    assert name.startswith(" org/m ─")
+    assert (
+        " ".join(line.strip() for line in rest) == f"org/m is gated: {why} To do: open the page and accept it"
+    )
+
+
+def test_a_model_is_described_with_what_a_narrow_list_leaves_out():
+    model = {"name": "m", "state": "ready", "info": INFO, "pinned": True, "expires_s": 240}
+    told = " ".join(described(DashboardState(answers={"models": {"models": [model]}}), 60))
+    for fact in ("device     cuda", "context    100", "pinned     yes", "unloads in 4 min"):
+        assert fact in told

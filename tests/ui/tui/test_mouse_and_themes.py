@@ -29,6 +29,18 @@ async def test_a_click_on_a_tab_opens_its_screen(stage):
             assert scene.app.screen.TITLE == "Alerts"
 
 
+async def test_a_narrow_terminal_shows_the_keys_of_all_screens_and_whole_words(stage):
+    async with stage((60, 18)) as scene:
+        await scene.press("3")
+        await scene.settled()
+        first, *_, footer = scene.text.splitlines()
+        assert "1  2  3 Models  4  5  6  7  8  " in first
+        assert footer.rstrip().endswith("f Fit ? Help")
+    async with stage((72, 20)) as scene:
+        await scene.settled()
+        assert " 12:00:00" in scene.text.splitlines()[0]
+
+
 async def test_a_click_on_a_row_opens_it(stage):
     async with stage((120, 40)) as scene:
         await scene.press("2")

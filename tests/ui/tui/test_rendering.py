@@ -20,6 +20,7 @@ from llmbox.ui.tui.screens.memory import _prefix_cache
 from llmbox.ui.tui.screens.overview import gpu_lines
 from llmbox.ui.tui.screens.requests import request_lines, time_bar
 from llmbox.ui.tui.widgets.charts import AXIS, AxisChart, Series, draw_chart, nice_top, thin
+from llmbox.ui.tui.widgets.lines import cut
 from support.snapshots import detail, engine, record
 
 
@@ -29,6 +30,13 @@ def test_fit_is_exact_for_any_text():
             assert cell_len(fit(text, width)) == width
     assert fit("12", 4, right=True) == "  12"
     assert fit("abcdef", 4) == "abc…"
+
+
+def test_a_line_is_cut_by_cells_not_by_characters():
+    wide = (("模型名称很长", ""), (" ready", "good"))  # twelve cells, and six
+    assert sum(cell_len(text) for text, _ in cut(wide, 9, UNICODE)) <= 9
+    assert "".join(text for text, _ in cut(wide, 18, UNICODE)) == "模型名称很长 ready"
+    assert "".join(text for text, _ in cut(wide, 17, UNICODE)).startswith("模型名称很长 re")
 
 
 def test_bars_fill_their_width_and_show_what_is_small():

@@ -101,7 +101,18 @@ def test_a_conversation_is_kept_edited_branched_and_deleted(window: Window):
     page.locator("#conversations li").first.hover()
     page.get_by_role("button", name="Delete").first.click()
     page.get_by_text("Nothing found.").wait_for()
-    page.get_by_text("Ask something. Conversations stay on this box.").wait_for()
+    page.get_by_text("Conversations stay on this box.").wait_for()
+
+
+def test_an_empty_conversation_offers_first_questions(window: Window):
+    window.open("/admin/chat")
+    page = window.page
+    starter = page.locator(".starters button").first
+    starter.click()
+    prompt = page.get_by_label("Message", exact=True)
+    assert prompt.input_value() == starter.text_content()
+    assert prompt.evaluate("(field) => field === document.activeElement")
+    assert page.locator(".message").count() == 0  # nothing was sent
 
 
 def test_an_answer_is_stopped_and_what_came_is_kept(window: Window):

@@ -186,7 +186,7 @@ class AlertLine(Lines):
 
 
 class KeyFooter(Footer):
-    """Footer that leaves out what all screens have where it would not fit."""
+    """Footer that leaves out what would not fit: first what all screens have, then the last keys but help."""
 
     SPARE: Final = ("pause", "themes", "app.focus_next", "quit", "range")
 
@@ -194,7 +194,7 @@ class KeyFooter(Footer):
         keys = list(super().compose())
 
         def width() -> int:
-            return sum(
+            return 1 + sum(
                 len(key.key_display) + len(key.description) + 2 for key in keys if isinstance(key, FooterKey)
             )
 
@@ -202,6 +202,8 @@ class KeyFooter(Footer):
             if width() <= self.screen.size.width:
                 break
             keys = [key for key in keys if not (isinstance(key, FooterKey) and key.action == action)]
+        while len(keys) > 1 and width() > self.screen.size.width:
+            keys.pop(-2)  # the last one is help, which lists them all
         yield from keys
 
 
@@ -214,16 +216,25 @@ def bar_line(app: "Dashboard", title: str, width: int) -> tuple[Line, tuple[tupl
     room = width - begin - line_width(right)
     for names, form in _TABS:
         texts = [form.format(number=at, name=each) for at, each in enumerate(names, 1)]
-        if sum(map(len, texts)) <= room:
+        if sum(map(len, texts)) + (not form.endswith(" ")) <= room:
             break
-    else:
-        text = f" {TITLES.index(title) + 1} {title} "
-        texts = ["" if each != title else text if len(text) <= room else "" for each in TITLES]
+    else:  # the name of this screen, and the keys of the others
+        texts = [f" {at} " if each != title else f" {at} {each} " for at, each in enumerate(TITLES, 1)]
+        if sum(map(len, texts)) > room:
+            texts = [text if text.endswith(f"{title} ") and len(text) <= room else "" for text in texts]
+    at = TITLES.index(title)
+    if texts[at] and not texts[at].endswith(" ") and at + 1 < len(texts):
+        # Where blanks are shared, the one behind the tab is its own: the highlight is even.
+        texts[at], texts[at + 1] = texts[at] + " ", texts[at + 1].lstrip()
     spans: list[Span] = []
     places = []
     for full, text in zip(TITLES, texts, strict=True):
         tone = "tab" if full == title else "bad" if full == "Alerts" and _has_failure(app.state) else "muted"
-        spans.append((text, tone))
+        if tone == "muted":  # the number is the key that goes there, and looks like those of the footer
+            key = len(text) - len(text.lstrip()) + 1 if text else 0
+            spans += [(text[:key], "accent"), (text[key:], tone)]
+        else:
+            spans.append((text, tone))
         places.append((begin, begin + len(text), full))
         begin += len(text)
     gap = max(0, width - begin - line_width(right))

@@ -18,7 +18,7 @@ COLUMNS = (
     Column("LEVEL", 8, rank=1, sortable=False),
     Column("COMPONENT", 10, rank=3, sortable=False),
     Column("MODEL", 20, rank=2, middle=True, sortable=False),
-    Column("MESSAGE", 0, sortable=False),
+    Column("MESSAGE", 0, least=28, sortable=False),
 )
 LEVELS = ("debug", "info", "warning", "error", "critical")
 TONES = {"warning": "warn", "error": "bad", "critical": "bad", "debug": "rule"}

@@ -1,6 +1,7 @@
 """Screen 3: models in memory, being downloaded and on disk, in one list."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 from textual import on
@@ -10,7 +11,7 @@ from textual.widget import Widget
 from llmbox.app.telemetry.snapshot import FAILING, ErrorRate
 
 from ..messages import DashboardState, FetchData, PromptUser, RunAction, count_requests
-from ..rendering import DASH, clean, count, duration, heading, percent, size
+from ..rendering import DASH, Glyphs, Line, clean, count, duration, fit, heading, percent, size, wrap
 from ..widgets.lines import Column, FixedTable, Lines, Row
 from .base import DashboardScreen
 
@@ -26,6 +27,12 @@ COLUMNS = (
     Column("PIN", 4, rank=7),
     Column("ON DISK", 8, right=True, rank=8),
 )
+NAMES = ("device", "weights", "KV cache", "context", "requests", "unloads in", "pinned", "on disk")
+"""Names of the columns behind the state, where one model is described."""
+FACT = 26
+"""Cells of one fact."""
+LEAST_ROWS = 6
+"""Rows of the list that the lines about one model leave."""
 TONES = {"ready": "good", "loading": "warn", "restarting": "bad", "failed": "bad"}
 
 
@@ -44,6 +51,7 @@ class ModelsScreen(DashboardScreen):
     def body(self) -> Iterable[Widget]:
         yield Lines(id="title", classes="line")
         yield FixedTable(COLUMNS, "")
+        yield Lines(id="about")
 
     def wants(self) -> Iterable[FetchData]:
         yield FetchData("models", "models")
@@ -59,6 +67,20 @@ class ModelsScreen(DashboardScreen):
         self.query_one(FixedTable).show(
             rows, empty="Nothing matches the filter." if self.filter_text else empty
         )
+        self._describe(rows)
+
+    def _describe(self, rows: Sequence[Row]) -> None:
+        """Show below the list what its columns have no room for, of the model under the cursor."""
+        row = next((each for each in rows if each.key == self._chosen), None)
+        lines = about_lines(row, find_model(self.state, row.key), self.size.width, self.glyphs) if row else []
+        room = self.size.height - len(lines) - (6 if self.size.height >= 32 else 5)
+        about = self.query_one("#about", Lines)
+        about.styles.height = len(lines) if room >= min(len(rows), LEAST_ROWS) else 0
+        about.show(lines)
+
+    @on(FixedTable.Moved)
+    def _moved(self) -> None:
+        self.redraw()
 
     # ------------------------------------------------------------------ keys
 
@@ -141,6 +163,25 @@ def model_rows(state: DashboardState) -> list[Row]:
             rows.append(_download(name, download))
     rows += [_on_disk(name, each) for name, each in disk.items() if name not in seen]
     return rows
+
+
+def about_lines(row: Row, model: Mapping[str, Any], width: int, glyphs: Glyphs) -> list[Line]:
+    """Describe one model: its whole name and state, why it failed and what to do, and its other columns."""
+    (name, _), (state, tone) = row.cells[:2]
+    error = model.get("error") or {}
+    said = f"{error['what']}: {error['why']}" if error.get("why") else state
+    fix = f"To do: {error['fix']}" if error.get("fix") else ""
+    lines: list[Line] = [heading(f" {name}", width - 1, glyphs)]
+    for text, color in ((said, tone), (fix, "")):
+        lines += [((f" {piece}", color),) for ((piece, _),) in wrap(text, width - 2)]
+    facts = [
+        ((f" {label:<11}", "muted"), (fit(text, FACT - 12, glyphs), ""))
+        for label, (text, _) in zip(NAMES, row.cells[2:], strict=True)
+        if text != DASH
+    ]
+    a_line = max(1, (width - 1) // FACT)
+    lines += [tuple(chain.from_iterable(facts[at : at + a_line])) for at in range(0, len(facts), a_line)]
+    return lines
 
 
 def find_model(state: DashboardState, name: str) -> Mapping[str, Any]:

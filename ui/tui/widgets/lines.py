@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar
 
+from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 from textual.binding import Binding, BindingType
@@ -78,10 +79,10 @@ def cut(line: Line, width: int, glyphs: Glyphs) -> Line:
     """Truncate the line to `width` cells."""
     spans = []
     for text, tone in line:
-        piece = fit(text, width, glyphs).rstrip() if len(text) > width else text
+        piece = fit(text, width, glyphs).rstrip() if cell_len(text) > width else text
         if piece:
             spans.append((piece, tone))
-        width -= len(piece)
+        width -= cell_len(piece)
         if width <= 0:
             break
     return tuple(spans)

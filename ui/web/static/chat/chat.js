@@ -49,9 +49,29 @@ let rendering = []; // Markdown that makes the messages longer once it is there
 function draw() {
   rendering = [];
   messages.replaceChildren(...talk.branch().map((message) => (message.pair ? drawPair(message) : drawMessage(message))));
-  if (!talk.messages.size) messages.append(element("p", "empty", "Ask something. Conversations stay on this box."));
+  if (!talk.messages.size) messages.append(drawWelcome());
   toEnd();
   Promise.all(rendering).then(toEnd);
+}
+
+const STARTERS = ["What can you do?", "Explain recursion with an example", "Plan a week of simple dinners", "Write a polite reminder about an invoice"];
+
+// An empty conversation: what this is, and first questions, which go into the field and are not sent.
+function drawWelcome() {
+  const welcome = element("div", "welcome");
+  welcome.append(element("h2", "", "What would you like to know?"), element("p", "quiet", "Conversations stay on this box."));
+  const starters = element("div", "starters");
+  for (const text of STARTERS) {
+    const starter = element("button", "", text);
+    starter.type = "button";
+    starter.addEventListener("click", () => {
+      find("prompt").value = text;
+      find("prompt").focus();
+    });
+    starters.append(starter);
+  }
+  welcome.append(starters);
+  return welcome;
 }
 
 // Two answers to one question; the conversation goes on from the one that is chosen.

@@ -1,0 +1,46 @@
+"""The view of a download, while the daemon has no time for it and after it is gone."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmbox.app.cli.models import pull
+from llmbox.app.errors import CliError, Exit
+
+ROW = {"model": "org/m", "state": "downloading", "done": 1, "total": 2, "rate": 0, "eta_s": 0, "message": ""}
+
+
+def busy_program(answers: list[Any]) -> Any:
+    """A program whose daemon answers these in turn; an exception is raised."""
+
+    def get(_path: str) -> dict[str, Any]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return {"downloads": [answer]}
+
+    return SimpleNamespace(client=SimpleNamespace(get=get), paths=SimpleNamespace(log_file="log"))
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull, "LOOK", 0.0)
+
+
+def test_a_daemon_that_has_no_time_to_answer_does_not_end_the_view(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pull, "find_running", lambda _paths: object())
+    silent = CliError("the daemon does not answer", exit=Exit.UNREACHABLE)
+    answers = [silent, silent, {**ROW, "state": "ready", "done": 2}]
+    pull._follow(busy_program(answers), ROW, as_json=False)
+    assert answers == []
+    assert "org/m is here" in capsys.readouterr().err
+
+
+def test_a_daemon_that_is_gone_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull, "find_running", lambda _paths: None)
+    gone = CliError("the daemon does not run", exit=Exit.UNREACHABLE)
+    with pytest.raises(CliError, match="does not run"):
+        pull._follow(busy_program([gone]), ROW, as_json=False)
