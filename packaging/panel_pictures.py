@@ -81,14 +81,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="llmbox-pictures-") as folder:
         seed(Path(folder), time.time())
         command = [sys.executable, "-P", "-m", "llmbox", "--data-dir", folder]
-        up = subprocess.run(
-            [*command, "up", "builtin", "--port", "0", "--json"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=300,
-        )
         try:
+            up = subprocess.run(
+                [*command, "up", "builtin", "--port", "0", "--json"],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=300,
+            )
             started = json.loads(up.stdout)
             over = threading.Event()
             clients = [

@@ -154,10 +154,10 @@ exec 3<&0
 "$@" 3<&- & compiler=$!
 { read -r _ <&3; kill -KILL 0; } & guard=$!
 wait $compiler; status=$?
-kill $guard
+kill -KILL $guard
 exit $status
 """
-"""Shell script: run a command in the background, and kill the group once standard input ends."""
+"""Shell script that runs a command, and kills its group once standard input ends. Engines ignore SIGTERM."""
 
 
 def run(command: list[str], level: Level, timeout: float, lifeline: int) -> None:

@@ -84,6 +84,15 @@ def _messages(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 WORST_SHOWN = 5
 
 
+threads_option = click.option(
+    "--threads",
+    metavar="N",
+    type=click.IntRange(1, 4096),
+    help="CPU threads; default: one for each physical core.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
 @click.command(cls=Command)
 @click.argument("model")
 @click.option(
@@ -109,13 +118,8 @@ WORST_SHOWN = 5
     is_flag=True,
     help="Calibrate (GPTQ) on text that the model writes itself: slower, closer to the original.",
 )
-@click.option(
-    "--threads",
-    metavar="N",
-    type=click.IntRange(1, 4096),
-    help="CPU threads; default: one for each physical core.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@threads_option
+@json_option
 @pass_program
 def quantize(
     program: Program,
@@ -213,13 +217,8 @@ TOKENIZER_FILES = (
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Take the tokenizer and chat template from this folder instead of the file.",
 )
-@click.option(
-    "--threads",
-    metavar="N",
-    type=click.IntRange(1, 4096),
-    help="CPU threads; default: one for each physical core.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@threads_option
+@json_option
 @pass_program
 def import_gguf(
     program: Program,

@@ -187,6 +187,12 @@ def test_processes_that_build_at_once(tiny: Path) -> None:
     assert sorted(path.suffix for path in tiny.iterdir()) == [".lock", ".so"]
 
 
+def test_an_engine_builds_though_it_ignores_signals(tiny: Path) -> None:
+    ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    command = [sys.executable, "-P", "-c", ignores + BUILD, str(build.SOURCES)]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=300).stdout == "42\n"
+
+
 COMPILER_THAT_STARTS_ANOTHER = """#!/bin/sh
 [ "$1" = --version ] && exec echo 1
 sleep 1000 & echo $! > {pids}.new && mv {pids}.new {pids}
