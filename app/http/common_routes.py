@@ -77,7 +77,7 @@ class Version(msgspec.Struct):
     python: str
 
 
-@get("/", sync_to_thread=False, opt={"access": Access.LIVENESS}, name="index")
+@get("/", media_type=MediaType.TEXT, sync_to_thread=False, opt={"access": Access.LIVENESS}, name="index")
 def index(request: Request[Any, Any, State]) -> Response[str]:
     """Return a page of what is here to browsers, and to programs the text that Ollama's clients look for."""
     is_page = wants_page(request)

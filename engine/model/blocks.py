@@ -239,7 +239,7 @@ class ParallelNormsBlock(ParallelBlock):
     def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
         added_TE = self.complete(self.attention(x_TE, forward))
         x_TE = self.ops.layer_norm(residual_TE, None, self.mlp_norm_E, self.eps, self.mlp_bias_E)
-        x_TE = self.mlp(x_TE)
-        # Only the addition is needed: the norm comes with it.
+        # Only the addition is needed: the norm comes with it. Before the MLP, whose result takes the place of
+        # `added_TE`.
         self.ops.add_rms_norm(added_TE, residual_TE, self.mlp_norm_E, self.eps)
-        return x_TE
+        return self.mlp(x_TE)

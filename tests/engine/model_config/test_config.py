@@ -135,7 +135,7 @@ def test_layer_types_must_fit(tmp_path: Path, changes: dict[str, Any]) -> None:
     [
         {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
         {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"},
-        {"architectures": [], "model_type": "gpt2"},
+        {"architectures": [], "model_type": "ctrl"},
         {"architectures": None, "model_type": None},
         {"architectures": [{}]},
         {"architectures": ["LlamaForTokenClassification"]},
