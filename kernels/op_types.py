@@ -300,3 +300,36 @@ class KernelProfiler(Protocol):
     def product_rate(self, ops: Any) -> float:
         """Return products a second of the linears of `ops`, with weights that caches hold."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpOps:
+    """Operations of Gemma 3n on rows of several streams, [T, N E], one stream after another, and on gates of
+    which few stay. `routed_TN` are float32 results of `Ops.logits`; coefficients are float32.
+    """
+
+    predict: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(x [T, N E], routed_TN, coefs_JN of N N rows) -> new tensor [T, N E]: each stream j of x plus the sum
+    of all streams i times (coefs tanh(routed))[N j + i].
+    """
+
+    correct: Callable[[Tensor, Tensor, int, Tensor, Tensor], Tensor]
+    """(predicted [T, N E], x_TE, stream, routed_TN, coefs_NN) -> new tensor [T, N E]: each stream j of
+    `predicted` plus 1 + (coefs tanh(routed))[j] times the difference of x and the predicted `stream`.
+    """
+
+    add_to_others: Callable[[Tensor, Tensor], None]
+    """(x [T, N E], added_TE): add to all streams but the first, in place."""
+
+    match_size: Callable[[Tensor, Tensor, float], None]
+    """(x [T, M E], like_TE with strided rows, eps): multiply each of M parts of a row in place, so that the
+    root of its mean square is that of `like`; its own mean square counts as `eps` at least.
+    """
+
+    gate_sums: Callable[[Tensor], Tensor]
+    """(gate_TF with strided rows) -> new tensor [T, 2] in float32: sum and sum of squares."""
+
+    cut_gates: Callable[[Tensor, Tensor, int, float], None]
+    """(gate_TF with strided rows, sums_T2 over `width` numbers, width, factor): max(0, gate - (mean + factor
+    deviation)), in place.
+    """

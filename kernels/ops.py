@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from .activation import XIELU, Activation
-from .altup import AltUpOps
 from .lora import LoraOps
 from .op_types import (
+    AltUpOps,
     BatchLayout,
     CombineResults,
     ComputeResults,

@@ -36,7 +36,7 @@ from ..http.server.sockets import PortInUse, listen_tcp, listen_unix
 from ..lifecycle.instance import InstanceLock, RunningDaemon
 from ..models.load_request import ModelRequest
 from ..security.key_store import KeyStore
-from .tls import open_tls
+from .network import open_tls
 
 
 def open_sockets(server: ServerSettings, paths: Paths) -> tuple[list[socket.socket], socket.socket]:

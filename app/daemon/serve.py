@@ -33,7 +33,7 @@ from ..models.load_request import ModelRequest
 from ..services import Services
 from ..store.conversations import ToolServerSecrets
 from .compose import compose, real_parts
-from .mdns import Announcement
+from .network import Announcement
 from .run import DaemonOptions
 
 _SETTLE_SECONDS: Final = 0.2

@@ -4,11 +4,10 @@ import asyncio
 import os
 import platform
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
-from litestar import MediaType, Request, Response, Router, get, post, route
-from litestar.datastructures import State
+from litestar import MediaType, Response, Router, get, post, route
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import Body
 from litestar.types import ControllerRouterHandler
@@ -21,7 +20,6 @@ from ..gateway.gateway import context_limit
 from ..metrics import CONTENT_TYPE
 from ..models.adapters import add_adapter, remove_adapter
 from ..security.security import Identity
-from ..services import Services
 from ..util.formatting import hide_folders
 from .admin.models import begin_load
 from .admin.schema import LoadRequest, UnloadedModels
@@ -30,6 +28,7 @@ from .openai.request_context import HttpRequest
 from .openai.request_types import Name
 from .openai.response_types import ModelCard
 from .server.errors import card_page, error_type, wants_page
+from .server.request import StrictRequest
 from .server.sse import while_connected
 
 INDEX = """<p>This machine serves language models.</p>
@@ -78,7 +77,7 @@ class Version(msgspec.Struct):
 
 
 @get("/", media_type=MediaType.TEXT, sync_to_thread=False, opt={"access": Access.LIVENESS}, name="index")
-def index(request: Request[Any, Any, State]) -> Response[str]:
+def index(request: StrictRequest) -> Response[str]:
     """Return a page of what is here to browsers, and to programs the text that Ollama's clients look for."""
     is_page = wants_page(request)
     body, kind = (card_page("Serving", INDEX), MediaType.HTML) if is_page else (OLLAMA, MediaType.TEXT)
@@ -105,10 +104,9 @@ def ping() -> Health:
 
 
 @get("/load", sync_to_thread=False, opt={"access": Access.KNOWN}, name="server_load")
-def server_load(request: Request[Any, Any, State]) -> ServerLoad:
+def server_load(request: StrictRequest) -> ServerLoad:
     """Return the number of requests under way, for load balancers (vLLM's)."""
-    services: Services = request.app.state.services
-    return ServerLoad(services.gateway.open_count)
+    return ServerLoad(request.services.gateway.open_count)
 
 
 @get(
@@ -118,11 +116,11 @@ def server_load(request: Request[Any, Any, State]) -> ServerLoad:
     name="ready",
     responses={503: ResponseSpec(ReadyAnswer, description="The named cause", generate_examples=False)},
 )
-def ready(request: Request[Any, Any, State]) -> Response[ReadyAnswer]:
+def ready(request: StrictRequest) -> Response[ReadyAnswer]:
     """Report whether any model answers, and each model's state. 503 names the cause. Without a model in
     memory the box is ready, unless an operator's load is under way or the first one failed.
     """
-    services: Services = request.app.state.services
+    services = request.services
     if services.drain.draining:
         body = ReadyAnswer("not_ready", "draining: the daemon is shutting down", [])
     else:
@@ -150,16 +148,14 @@ def _ready_answer(readiness: Readiness, caller: Identity) -> ReadyAnswer:
 
 
 @get("/metrics", media_type=CONTENT_TYPE, sync_to_thread=False, opt={"access": Access.READ}, name="metrics")
-def metrics(request: Request[Any, Any, State]) -> bytes:
+def metrics(request: StrictRequest) -> bytes:
     """Return Prometheus text under vLLM's names."""
-    services: Services = request.app.state.services
-    return services.metrics.render()
+    return request.services.metrics.render()
 
 
 @get("/version", sync_to_thread=False, opt={"access": Access.KNOWN}, name="version")
-def version(request: Request[Any, Any, State]) -> Version:
-    services: Services = request.app.state.services
-    return Version(services.version, platform.python_version())
+def version(request: StrictRequest) -> Version:
+    return Version(request.services.version, platform.python_version())
 
 
 common_routes: list[ControllerRouterHandler] = [index, health, ping, server_load, ready, metrics, version]

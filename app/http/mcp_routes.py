@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
-from litestar import Request, Response, Router, delete, post
-from litestar.datastructures import State
+from litestar import Response, Router, delete, post
 
 from ..errors import ApiError
 from ..mcp.features import Resource, Tool, ToolError
@@ -27,7 +26,7 @@ from ..mcp.protocol import (
 from ..security.security import LOCAL, Identity
 from .auth.guard import Access, identity_of, services_and_owner
 from .in_process import call_route
-from .server.request import load
+from .server.request import StrictRequest, load
 from .server.sse import EventStreamResponse, SseOptions, data_event, while_connected
 
 SESSION: Final = "mcp-session-id"
@@ -68,7 +67,7 @@ class McpSessions:
 class RouteCaller:
     """Calls routes in this process as the caller, so that each route's guard decides."""
 
-    def __init__(self, request: Request[Any, Any, State]) -> None:
+    def __init__(self, request: StrictRequest) -> None:
         self._app = request.app
         identity = identity_of(request)
         # The session's token was checked with this request; the calls that it makes carry none.
@@ -126,7 +125,7 @@ def _message(body: bytes, status: int) -> str:
 
 
 @post("/mcp", status_code=200, name="mcp")
-async def receive_message(request: Request[Any, Any, State]) -> Response[Any]:
+async def receive_message(request: StrictRequest) -> Response[Any]:
     """Answer one message: with JSON, or with events where the client asked for progress."""
     try:
         message = await _read(request)
@@ -153,7 +152,7 @@ async def receive_message(request: Request[Any, Any, State]) -> Response[Any]:
 
 
 @delete("/mcp", status_code=204, sync_to_thread=False, name="mcp_end")
-def end_session(request: Request[Any, Any, State]) -> None:
+def end_session(request: StrictRequest) -> None:
     sessions: McpSessions = request.app.state.mcp_sessions
     sessions.close(request.headers.get(SESSION, ""), services_and_owner(request)[1])
 
@@ -172,7 +171,7 @@ def permission(identity: Identity) -> Callable[[Tool | Resource], bool]:
     return may_use
 
 
-async def _read(request: Request[Any, Any, State]) -> dict[str, Any]:
+async def _read(request: StrictRequest) -> dict[str, Any]:
     version = request.headers.get(VERSION, VERSIONS[0])
     if version not in VERSIONS:
         known = ", ".join(VERSIONS)
@@ -183,7 +182,7 @@ async def _read(request: Request[Any, Any, State]) -> dict[str, Any]:
         raise RpcError(PARSE_ERROR, error.message) from None
 
 
-def _wants_events(request: Request[Any, Any, State], message: dict[str, Any]) -> bool:
+def _wants_events(request: StrictRequest, message: dict[str, Any]) -> bool:
     meta = message.get("params", {}).get("_meta")
     accepts = "text/event-stream" in request.headers.get("accept", "")
     return accepts and isinstance(meta, dict) and "progressToken" in meta

@@ -54,7 +54,6 @@ class ImageScheduler:
         self._readers: dict[str, tuple[Request, bytes]] = {}
         """Requests that wait for a picture or read it now, with its hash."""
         self._aside: list[Request] = []
-        self.encoded_images = 0
 
     @property
     def has_work(self) -> bool:
@@ -129,7 +128,6 @@ class ImageScheduler:
         if self._encoder.advance(image):
             del self._wanted[content_hash]
             self._encoded[content_hash] = image.num_tokens * self._row_bytes
-            self.encoded_images += 1
             self._shrink(content_hash)
 
     def give_up(self) -> list[Request]:

@@ -45,10 +45,9 @@ from ..runner.encoder_runner import EncoderRunner
 from ..runner.gpu_runner import GPUModelRunner
 from .expert_load import place_hot_experts
 from .expert_moves import count_experts
-from .kv_tiers import make_segment, open_tiers
+from .kv_tiers import RankBlockMemory, make_segment, open_tiers
 from .load_model import model_info
 from .multiproc import RankProcesses
-from .rank_blocks import RankBlockMemory
 from .rank_engine import RankEngine, load_rank
 
 if TYPE_CHECKING:

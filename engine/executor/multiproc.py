@@ -30,7 +30,7 @@ from ..runner.gpu_runner import GPUModelRunner
 from ..runner.image_rows import EncodedImages
 from ..runner.prompt_results import LaunchedStep
 from .expert_moves import ExpertMover
-from .rank_blocks import RankBlockMemory
+from .kv_tiers import RankBlockMemory
 from .rank_engine import RankEngine
 from .watchdog import WorkerWatchdog
 from .workers import Transport, WorkerGroup

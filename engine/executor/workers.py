@@ -24,7 +24,7 @@ from ..model_config.parallel_layout import ParallelLayout
 from ..planning.memory_plan import MemoryPlan
 
 ARENA_BYTES: Final = 1 << 30
-"""Address space of the memory that ranks share for KV blocks (`rank_blocks.py`); the system gives pages when
+"""Address space of the memory that ranks share for KV blocks (`SharedBuffers`); the system gives pages when
 they are first used."""
 STOPPED_SECONDS: Final = 5.0
 """Time after which a worker that was stopped (SIGSTOP) while others wait for it counts as lost."""

@@ -13,7 +13,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from llmbox.kernels.altup import AltUpOps
+from llmbox.kernels.op_types import AltUpOps
 from llmbox.kernels.ops import AttentionPlan, Ops, PackedLinear
 
 from ..model_config.config import ModelConfig

@@ -30,8 +30,8 @@ from ..distributed.shm_communicator import PeerSockets
 from ..distributed.step_codec import Frame, Link, StepDecoder, decode_graph, encode_result
 from ..errors import DoesNotFit, EngineError, RankLost
 from ..executor.expert_moves import ExpertMover
+from ..executor.kv_tiers import WorkerBlocks
 from ..executor.multiproc import connect
-from ..executor.rank_blocks import WorkerBlocks
 from ..executor.rank_engine import RankEngine, load_rank
 from ..executor.workers import all_min_on_worker
 from ..hardware.proc import bind_to_parent, exit_process, log_to_stderr

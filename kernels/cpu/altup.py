@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ..altup import AltUpOps
+from ..op_types import AltUpOps
 from .command_buffer import CommandRecorder
 from .ffi import Step
 from .weight_packing import DTYPES

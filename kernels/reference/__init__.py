@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..altup import ALTUP
-from ..lora import reference_lora
 from ..ops import Ops
+from .altup import ALTUP
 from .attention import attention, build_attention_metadata, write_kv
 from .elementwise import (
     add_rms_norm,
@@ -23,6 +22,7 @@ from .elementwise import (
     weight_memory,
 )
 from .kv_cache import clear_blocks, copy_blocks, make_kv_cache
+from .lora import reference_lora
 from .moe import ExpertLayer
 from .recurrent import RECURRENT
 

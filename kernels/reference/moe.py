@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..lora import ExpertAdapters, add_expert
+from ..lora import ExpertAdapters
 from ..op_types import ExpertResults, Mixture, Routing
 from ..ops import PackedLinear
 from .elementwise import gate_mul
+from .lora import add_expert
 
 PLAIN = Routing()
 LEAST_TOTAL = 1e-20

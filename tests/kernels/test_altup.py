@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.altup import ALTUP, AltUpOps
+from llmbox.kernels.op_types import AltUpOps
 from llmbox.kernels.ops import Ops
+from llmbox.kernels.reference.altup import ALTUP
 
 STREAMS = 3
 

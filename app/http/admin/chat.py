@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
-from litestar import Request, delete, get, post, put
-from litestar.datastructures import State
+from litestar import delete, get, post, put
 from litestar.params import FromPath, FromQuery, JSONBody
 from msgspec import Meta, Struct
 
@@ -31,6 +30,7 @@ from ...store.conversations import (
     without_values,
 )
 from ..auth.guard import services_and_owner
+from ..server.request import StrictRequest
 from ..server.sse import while_connected
 
 MOST_ITEMS: Final = 100
@@ -85,14 +85,14 @@ class ServerTools(Struct):
 
 
 @get("/chat/presets", name="admin_presets")
-async def presets(request: Request[Any, Any, State]) -> dict[str, dict[str, ChatPreset]]:
+async def presets(request: StrictRequest) -> dict[str, dict[str, ChatPreset]]:
     services, owner = services_and_owner(request)
     return {"presets": await PanelItems(services.request_log, ChatPreset).all(owner)}
 
 
 @put("/chat/presets/{name:str}", status_code=200, name="admin_save_preset")
 async def save_preset(
-    request: Request[Any, Any, State], name: FromPath[str], data: JSONBody[ChatPreset]
+    request: StrictRequest, name: FromPath[str], data: JSONBody[ChatPreset]
 ) -> dict[str, str]:
     """Save a preset, replacing one of the same name."""
     if not _PRESET_NAME.fullmatch(name) or name != name.strip():
@@ -105,7 +105,7 @@ async def save_preset(
 
 
 @delete("/chat/presets/{name:str}", status_code=200, name="admin_delete_preset")
-async def delete_preset(request: Request[Any, Any, State], name: FromPath[str]) -> dict[str, str]:
+async def delete_preset(request: StrictRequest, name: FromPath[str]) -> dict[str, str]:
     services, owner = services_and_owner(request)
     if not await PanelItems(services.request_log, ChatPreset).delete(owner, name):
         raise ApiError(404, f"No preset {name[:80]!r} is known.", "not_found", "name")
@@ -113,7 +113,7 @@ async def delete_preset(request: Request[Any, Any, State], name: FromPath[str]) 
 
 
 @get("/chat/servers", name="admin_chat_servers")
-async def servers(request: Request[Any, Any, State]) -> ServerList:
+async def servers(request: StrictRequest) -> ServerList:
     """List the caller's MCP servers. None is contacted."""
     services, owner = services_and_owner(request)
     found = await _servers_of(services, owner)
@@ -122,9 +122,7 @@ async def servers(request: Request[Any, Any, State]) -> ServerList:
 
 
 @put("/chat/servers/{name:str}", status_code=200, name="admin_save_chat_server")
-async def save_server(
-    request: Request[Any, Any, State], name: FromPath[str], data: JSONBody[SaveServer]
-) -> ServerView:
+async def save_server(request: StrictRequest, name: FromPath[str], data: JSONBody[SaveServer]) -> ServerView:
     """Save a server, replacing one of the same name. A program needs the setting and `confirmed`."""
     services, owner = services_and_owner(request)
     if not _SERVER_NAME.fullmatch(name):
@@ -145,7 +143,7 @@ async def save_server(
 
 @post("/chat/servers/{name:str}", status_code=200, name="admin_change_chat_server")
 async def change_server(
-    request: Request[Any, Any, State], name: FromPath[str], data: JSONBody[ChangeServer]
+    request: StrictRequest, name: FromPath[str], data: JSONBody[ChangeServer]
 ) -> ServerView:
     """Allow a server or not, trust its tools or not."""
     services, owner = services_and_owner(request)
@@ -161,7 +159,7 @@ async def change_server(
 
 
 @delete("/chat/servers/{name:str}", status_code=200, name="admin_delete_chat_server")
-async def delete_server(request: Request[Any, Any, State], name: FromPath[str]) -> dict[str, str]:
+async def delete_server(request: StrictRequest, name: FromPath[str]) -> dict[str, str]:
     services, owner = services_and_owner(request)
     services.mcp_clients.leave(owner, name)
     if not await PanelItems(services.request_log, ChatToolServer).delete(owner, name):
@@ -171,7 +169,7 @@ async def delete_server(request: Request[Any, Any, State], name: FromPath[str]) 
 
 
 @post("/chat/servers/{name:str}/tools", status_code=200, name="admin_chat_tools")
-async def server_tools(request: Request[Any, Any, State], name: FromPath[str]) -> ServerTools:
+async def server_tools(request: StrictRequest, name: FromPath[str]) -> ServerTools:
     """Connect to an allowed server, if needed, and list its tools."""
     services, owner = services_and_owner(request)
     spec = await _usable(services, owner, name)
@@ -179,9 +177,7 @@ async def server_tools(request: Request[Any, Any, State], name: FromPath[str]) -
 
 
 @post("/chat/servers/{name:str}/call", status_code=200, name="admin_call_chat_tool")
-async def call_tool(
-    request: Request[Any, Any, State], name: FromPath[str], data: JSONBody[CallTool]
-) -> ServerResult:
+async def call_tool(request: StrictRequest, name: FromPath[str], data: JSONBody[CallTool]) -> ServerResult:
     """Call a tool of an allowed server. The call is cancelled when the client leaves."""
     services, owner = services_and_owner(request)
     spec = await _usable(services, owner, name)
@@ -190,7 +186,7 @@ async def call_tool(
 
 
 @post("/chat/pdf", status_code=200, name="admin_chat_pdf")
-async def pdf_text(request: Request[Any, Any, State]) -> dict[str, Any]:
+async def pdf_text(request: StrictRequest) -> dict[str, Any]:
     """Return the text of a PDF, the body of this request, for a question that it is attached to."""
     found = await while_connected(request.receive, read_pdf(await request.body()))
     if "error" in found:
@@ -307,14 +303,14 @@ MOST_TITLE = 200
 
 
 @get("/conversations", name="admin_conversations")
-async def conversations(request: Request[Any, Any, State], text: FromQuery[str] = "") -> dict[str, Any]:
+async def conversations(request: StrictRequest, text: FromQuery[str] = "") -> dict[str, Any]:
     """List the caller's conversations that contain `text`, the last changed first."""
     store, owner = _store(request)
     return {"conversations": await store.list(owner, text.strip())}
 
 
 @get("/conversations/{id_:str}", name="admin_conversation")
-async def conversation(request: Request[Any, Any, State], id_: FromPath[str]) -> ConversationBody:
+async def conversation(request: StrictRequest, id_: FromPath[str]) -> ConversationBody:
     store, owner = _store(request)
     found = await store.get(owner, id_)
     if found is None:
@@ -324,7 +320,7 @@ async def conversation(request: Request[Any, Any, State], id_: FromPath[str]) ->
 
 @put("/conversations/{id_:str}", status_code=200, name="admin_save_conversation")
 async def save_conversation(
-    request: Request[Any, Any, State], id_: FromPath[str], data: JSONBody[ConversationBody]
+    request: StrictRequest, id_: FromPath[str], data: JSONBody[ConversationBody]
 ) -> dict[str, Any]:
     """Save a conversation, replacing one of the same id."""
     if not _ID.fullmatch(id_):
@@ -346,14 +342,14 @@ async def save_conversation(
 
 
 @delete("/conversations/{id_:str}", status_code=200, name="admin_delete_conversation")
-async def delete_conversation(request: Request[Any, Any, State], id_: FromPath[str]) -> dict[str, Any]:
+async def delete_conversation(request: StrictRequest, id_: FromPath[str]) -> dict[str, Any]:
     store, owner = _store(request)
     if not await store.delete(owner, id_):
         raise _unknown_conversation(id_)
     return {"id": id_, "deleted": True}
 
 
-def _store(request: Request[Any, Any, State]) -> tuple[Conversations, str]:
+def _store(request: StrictRequest) -> tuple[Conversations, str]:
     services, owner = services_and_owner(request)
     return Conversations(services.request_log), owner
 

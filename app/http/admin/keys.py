@@ -3,10 +3,9 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from litestar import Request, delete, get, patch, post
-from litestar.datastructures import State
+from litestar import delete, get, patch, post
 from litestar.params import FromPath, JSONBody
 from msgspec import Struct
 
@@ -21,6 +20,7 @@ from ...services import Services
 from ...store.conversations import ToolServerSecrets
 from ...store.record import StoreError
 from ...store.usage import KeyUsage, usage_by_key
+from ..server.request import StrictRequest
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ class SignInLink(Struct):
 
 
 @get("/keys", name="admin_keys")
-async def keys(request: Request[Any, Any, State]) -> Keys:
-    services: Services = request.app.state.services
+async def keys(request: StrictRequest) -> Keys:
+    services = request.services
     security = services.security
     usage = await usage_by_key(services.request_log)
     known = security.keys.list()
@@ -67,14 +67,14 @@ async def keys(request: Request[Any, Any, State]) -> Keys:
 
 
 @post("/keys", status_code=201, name="admin_key_add")
-async def add_key(request: Request[Any, Any, State], data: JSONBody[KeySpec]) -> NewKey:
+async def add_key(request: StrictRequest, data: JSONBody[KeySpec]) -> NewKey:
     security = _security(request)
     key, secret = await changing(lambda: security.keys.add(data))
     return NewKey(view(key, security.used, security.quotas), secret)
 
 
 @post("/keys/{name:str}/rotate", status_code=200, name="admin_key_rotate")
-async def rotate_key(request: Request[Any, Any, State], name: FromPath[str]) -> NewKey:
+async def rotate_key(request: StrictRequest, name: FromPath[str]) -> NewKey:
     """Give a key a new secret; the old one is refused from now on."""
     security = _security(request)
     key, secret = await changing(lambda: security.keys.rotate(name))
@@ -82,9 +82,7 @@ async def rotate_key(request: Request[Any, Any, State], name: FromPath[str]) -> 
 
 
 @patch("/keys/{name:str}", name="admin_key_change")
-async def change_key(
-    request: Request[Any, Any, State], name: FromPath[str], data: JSONBody[KeyChange]
-) -> KeyView:
+async def change_key(request: StrictRequest, name: FromPath[str], data: JSONBody[KeyChange]) -> KeyView:
     """Change limits, quotas and permissions of a key; null takes a limit away. Its secret stays."""
     security = _security(request)
     key = await changing(lambda: security.keys.change(name, data))
@@ -92,13 +90,12 @@ async def change_key(
 
 
 @delete("/keys/{name:str}", status_code=200, name="admin_key_revoke")
-async def revoke_key(request: Request[Any, Any, State], name: FromPath[str]) -> RevokedKey:
-    services: Services = request.app.state.services
-    return RevokedKey((await revoke(services, name)).name)
+async def revoke_key(request: StrictRequest, name: FromPath[str]) -> RevokedKey:
+    return RevokedKey((await revoke(request.services, name)).name)
 
 
 @post("/signin-link", status_code=200, sync_to_thread=False, name="admin_signin_link")
-def sign_in_link(request: Request[Any, Any, State]) -> SignInLink:
+def sign_in_link(request: StrictRequest) -> SignInLink:
     control: DaemonController = request.app.state.control
     url = _security(request).sign_in_link(control.running.url)
     return SignInLink(url, TOKEN_LIFE)
@@ -138,6 +135,5 @@ async def changing(change: Callable[[], T]) -> T:
         ) from error
 
 
-def _security(request: Request[Any, Any, State]) -> Security:
-    services: Services = request.app.state.services
-    return services.security
+def _security(request: StrictRequest) -> Security:
+    return request.services.security

@@ -5,8 +5,7 @@ import os
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from litestar import Request, get, post
-from litestar.datastructures import State
+from litestar import get, post
 from litestar.params import FromQuery, JSONBody, QueryParameter
 from msgspec import Struct
 
@@ -17,17 +16,18 @@ from ...control.library import Library
 from ...errors import ApiError, CliError, Exit
 from ...hub.errors import HubError
 from ...models.catalog import on_disk
+from ..server.request import StrictRequest
 
 
 @get("/disk", name="admin_disk")
-async def disk(request: Request[Any, Any, State]) -> dict[str, Any]:
+async def disk(request: StrictRequest) -> dict[str, Any]:
     control: DaemonController = request.app.state.control
     return {"models": await asyncio.to_thread(_on_disk, control)}
 
 
 @get("/fit", name="admin_fit")
 async def fit(
-    request: Request[Any, Any, State], model: FromQuery[str], probe: FromQuery[bool] = False
+    request: StrictRequest, model: FromQuery[str], probe: FromQuery[bool] = False
 ) -> dict[str, Any]:
     """Report whether a model fits, with the daemon's settings. For a model on the hub only its config and
     headers are read.
@@ -108,52 +108,48 @@ class RemoveRequest(Struct, forbid_unknown_fields=True):
 
 
 @get("/downloads", sync_to_thread=False, name="admin_downloads")
-def downloads(request: Request[Any, Any, State]) -> dict[str, Any]:
+def downloads(request: StrictRequest) -> dict[str, Any]:
     return {"downloads": [download.as_dict() for download in _library(request).downloads.all()]}
 
 
 @post("/downloads", status_code=202, name="admin_pull")
-async def pull(request: Request[Any, Any, State], data: JSONBody[PullRequest]) -> dict[str, Any]:
+async def pull(request: StrictRequest, data: JSONBody[PullRequest]) -> dict[str, Any]:
     """Start or resume a download and answer at once; `GET /downloads` and the events report its progress."""
     found = _library(request).downloads.start(data.model, anyway=data.anyway)
     return {"download": found.as_dict()}
 
 
 @post("/downloads/pause", status_code=200, name="admin_pause")
-async def pause(request: Request[Any, Any, State], data: JSONBody[DownloadRequest]) -> dict[str, Any]:
+async def pause(request: StrictRequest, data: JSONBody[DownloadRequest]) -> dict[str, Any]:
     return {"download": _library(request).downloads.pause(data.model).as_dict()}
 
 
 @post("/downloads/resume", status_code=200, name="admin_resume")
-async def resume(request: Request[Any, Any, State], data: JSONBody[DownloadRequest]) -> dict[str, Any]:
+async def resume(request: StrictRequest, data: JSONBody[DownloadRequest]) -> dict[str, Any]:
     return {"download": _library(request).downloads.resume(data.model).as_dict()}
 
 
 @post("/downloads/cancel", status_code=200, name="admin_cancel_download")
-async def cancel_download(
-    request: Request[Any, Any, State], data: JSONBody[DownloadRequest]
-) -> dict[str, Any]:
+async def cancel_download(request: StrictRequest, data: JSONBody[DownloadRequest]) -> dict[str, Any]:
     """Cancel a download and delete what was fetched."""
     return {"download": (await _library(request).downloads.cancel(data.model)).as_dict()}
 
 
 @post("/downloads/dismiss", status_code=200, name="admin_dismiss_download")
-async def dismiss_download(
-    request: Request[Any, Any, State], data: JSONBody[DownloadRequest]
-) -> dict[str, Any]:
+async def dismiss_download(request: StrictRequest, data: JSONBody[DownloadRequest]) -> dict[str, Any]:
     """Take an ended download from the list; files fetched by a failed one are deleted."""
     return {"download": (await _library(request).downloads.dismiss(data.model)).as_dict()}
 
 
 @post("/models/delete", status_code=200, name="admin_delete_models")
-async def delete_models(request: Request[Any, Any, State], data: JSONBody[RemoveRequest]) -> dict[str, Any]:
+async def delete_models(request: StrictRequest, data: JSONBody[RemoveRequest]) -> dict[str, Any]:
     """Delete models from the disk. A model that is loaded or being downloaded is refused."""
     return {"removed": [asdict(each) for each in await _library(request).remove(data.models)]}
 
 
 @get("/search", name="admin_search")
 async def search(
-    request: Request[Any, Any, State],
+    request: StrictRequest,
     text: FromQuery[str],
     limit: Annotated[int, QueryParameter(ge=1, le=MOST_HITS)] = 15,
 ) -> dict[str, Any]:
@@ -166,13 +162,13 @@ async def search(
 
 
 @get("/recommended", name="admin_recommended")
-async def recommended(request: Request[Any, Any, State]) -> dict[str, Any]:
+async def recommended(request: StrictRequest) -> dict[str, Any]:
     """List recommended models by short name, with how each fits this machine. The hub is not asked."""
     return {"models": [each.as_dict() for each in await _library(request).recommend()]}
 
 
 @post("/recommended/refresh", status_code=200, name="admin_refresh_recommended")
-async def refresh_recommended(request: Request[Any, Any, State]) -> dict[str, Any]:
+async def refresh_recommended(request: StrictRequest) -> dict[str, Any]:
     """Ask the hub for sizes and licenses of the recommended models; the list is by them from then on."""
     try:
         count, failed = await _library(request).refresh_recommended()
@@ -181,6 +177,6 @@ async def refresh_recommended(request: Request[Any, Any, State]) -> dict[str, An
     return {"refreshed": count, "failed": {repo: str(error) for repo, error in failed.items()}}
 
 
-def _library(request: Request[Any, Any, State]) -> Library:
+def _library(request: StrictRequest) -> Library:
     control: DaemonController = request.app.state.control
     return control.library

@@ -3,10 +3,8 @@
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
 
-from litestar import Request, get, post
-from litestar.datastructures import State
+from litestar import get, post
 from litestar.params import JSONBody
 
 from ...control.controller import DaemonController, Failure
@@ -17,6 +15,7 @@ from ...engines.supervisor import Supervisor
 from ...errors import ApiError, CliError, Exit
 from ...models.catalog import BUILTIN, in_memory
 from ...models.load_request import ModelRequest, options_of, show_pair
+from ..server.request import StrictRequest
 from .schema import (
     Config,
     LoadRequest,
@@ -38,14 +37,14 @@ STATUS_OF_EXIT = {Exit.NOT_FOUND: (404, "model_not_found"), Exit.USAGE: (400, "i
 
 
 @get("/models", sync_to_thread=False, name="admin_models")
-def models(request: Request[Any, Any, State]) -> ModelStatusList:
+def models(request: StrictRequest) -> ModelStatusList:
     control: DaemonController = request.app.state.control
     evicted = {each.name: each.config.model_path for each in control.residency.evicted.all()}
     return ModelStatusList(describe_all(control), evicted)
 
 
 @post("/models/load", status_code=202, name="admin_load")
-async def load_model(request: Request[Any, Any, State], data: JSONBody[LoadRequest]) -> ModelAnswer:
+async def load_model(request: StrictRequest, data: JSONBody[LoadRequest]) -> ModelAnswer:
     """Start loading a model and answer at once; `GET /models` reports the progress."""
     control: DaemonController = request.app.state.control
     wanted, _ = await begin_load(control, data)
@@ -68,13 +67,13 @@ async def begin_load(
 
 
 @post("/models/unload", status_code=200, name="admin_unload")
-async def unload_model(request: Request[Any, Any, State], data: JSONBody[UnloadRequest]) -> UnloadedModels:
+async def unload_model(request: StrictRequest, data: JSONBody[UnloadRequest]) -> UnloadedModels:
     control: DaemonController = request.app.state.control
     return UnloadedModels(await control.unload(data.model))
 
 
 @post("/models/pin", status_code=200, sync_to_thread=False, name="admin_pin")
-def pin_model(request: Request[Any, Any, State], data: JSONBody[PinRequest]) -> ModelAnswer:
+def pin_model(request: StrictRequest, data: JSONBody[PinRequest]) -> ModelAnswer:
     """Pin or unpin a model. A pinned model is neither evicted for others nor unloaded when idle."""
     control: DaemonController = request.app.state.control
     return ModelAnswer(_loaded(control.residency.pin(data.model, pinned=data.pinned)))
@@ -202,7 +201,7 @@ SUMMED = (
 
 
 @get("/status", sync_to_thread=False, name="admin_status")
-def status(request: Request[Any, Any, State]) -> Status:
+def status(request: StrictRequest) -> Status:
     control: DaemonController = request.app.state.control
     services, running = control.services, control.running
     readiness = services.engines.readiness()
@@ -229,7 +228,7 @@ def status(request: Request[Any, Any, State]) -> Status:
 
 
 @get("/stats", sync_to_thread=False, name="admin_stats")
-def stats(request: Request[Any, Any, State]) -> Stats:
+def stats(request: StrictRequest) -> Stats:
     control: DaemonController = request.app.state.control
     services = control.services
     readiness = services.engines.readiness()
@@ -251,7 +250,7 @@ def stats(request: Request[Any, Any, State]) -> Stats:
 
 
 @get("/config", sync_to_thread=False, name="admin_config")
-def config(request: Request[Any, Any, State]) -> Config:
+def config(request: StrictRequest) -> Config:
     """Return the daemon's settings by key, with the origin of each value."""
     control: DaemonController = request.app.state.control
     return Config(

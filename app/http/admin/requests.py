@@ -1,10 +1,9 @@
 """Request log and requests in flight: read, replay, cancel, purge."""
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
-from litestar import Request, get, post
-from litestar.datastructures import State
+from litestar import get, post
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 from msgspec import Struct
 
@@ -16,6 +15,7 @@ from ...services import Services
 from ...store.record import RecordFilter, RequestRecord, StoreError
 from ...store.stored_answers import Kind
 from ..auth.guard import identity_of
+from ..server.request import StrictRequest
 from ..server.sse import while_connected
 from .keys import erase_stored_of_gone_keys
 from .schema import Before, CancelledRequest, HttpStatus, PurgedRows, PurgeRequest, RequestPage, Since
@@ -25,7 +25,7 @@ MOST_ROWS = 1000
 
 @get("/requests", name="admin_requests")
 async def requests(
-    request: Request[Any, Any, State],
+    request: StrictRequest,
     model: FromQuery[str | None] = None,
     key: FromQuery[str | None] = None,
     status: HttpStatus = None,
@@ -34,7 +34,7 @@ async def requests(
     before: Before = None,
     limit: Annotated[int, QueryParameter(ge=1, le=MOST_ROWS)] = 50,
 ) -> RequestPage:
-    services: Services = request.app.state.services
+    services = request.services
     want = RecordFilter(
         model=model,
         key=key,
@@ -65,34 +65,33 @@ async def readable(services: Services, want: RecordFilter) -> tuple[list[tuple[i
 
 
 @get("/requests/{request_id:str}", name="admin_request")
-async def request_detail(request: Request[Any, Any, State], request_id: FromPath[str]) -> RequestDetail:
+async def request_detail(request: StrictRequest, request_id: FromPath[str]) -> RequestDetail:
     return await detail_of(request.app.state.control, identity_of(request), request_id)
 
 
 @get("/requests/{request_id:str}/why", name="admin_why")
-async def request_why(request: Request[Any, Any, State], request_id: FromPath[str]) -> RequestTime:
-    return await request_time(request.app.state.services, request_id)
+async def request_why(request: StrictRequest, request_id: FromPath[str]) -> RequestTime:
+    return await request_time(request.services, request_id)
 
 
 @post("/requests/{request_id:str}/cancel", status_code=200, sync_to_thread=False, name="admin_cancel")
-def cancel_request(request: Request[Any, Any, State], request_id: FromPath[str]) -> CancelledRequest:
-    services: Services = request.app.state.services
-    if not services.gateway.cancel(request_id):
+def cancel_request(request: StrictRequest, request_id: FromPath[str]) -> CancelledRequest:
+    if not request.services.gateway.cancel(request_id):
         raise ApiError(404, f"No request {request_id!r} is in flight.", "request_not_found", "request_id")
     return CancelledRequest(request_id)
 
 
 @post("/requests/{request_id:str}/replay", status_code=200, name="admin_replay")
-async def replay_request(request: Request[Any, Any, State], request_id: FromPath[str]) -> ReplayResult:
+async def replay_request(request: StrictRequest, request_id: FromPath[str]) -> ReplayResult:
     """Send a request again. Ends with the answer, or when the client leaves."""
-    work = replay(request.app.state.services, identity_of(request), request_id)
+    work = replay(request.services, identity_of(request), request_id)
     return await while_connected(request.receive, work)
 
 
 @post("/requests/purge", status_code=200, name="admin_purge")
-async def purge_requests(request: Request[Any, Any, State], data: JSONBody[PurgeRequest]) -> PurgedRows:
+async def purge_requests(request: StrictRequest, data: JSONBody[PurgeRequest]) -> PurgedRows:
     """Erase requests that were created before a moment."""
-    services: Services = request.app.state.services
+    services = request.services
     erased = await services.request_log.purge(data.before, data.what)
     if data.what != "content":
         erased += await services.files.erase_before(data.before)
@@ -117,8 +116,8 @@ class StoredByKey(Struct):
 
 
 @get("/stored", name="admin_stored")
-async def stored(request: Request[Any, Any, State]) -> StoredByKey:
-    services: Services = request.app.state.services
+async def stored(request: StrictRequest) -> StoredByKey:
+    services = request.services
     rows = []
     for total in await services.stored.totals():
         key = services.security.keys.by_id(total.owner)
@@ -136,7 +135,6 @@ async def stored(request: Request[Any, Any, State]) -> StoredByKey:
 
 
 @post("/stored/forget", status_code=200, name="admin_stored_forget")
-async def forget_stored(request: Request[Any, Any, State]) -> PurgedRows:
+async def forget_stored(request: StrictRequest) -> PurgedRows:
     """Erase stored answers of deleted keys now, rather than within the hour."""
-    services: Services = request.app.state.services
-    return PurgedRows(await erase_stored_of_gone_keys(services))
+    return PurgedRows(await erase_stored_of_gone_keys(request.services))

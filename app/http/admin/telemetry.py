@@ -9,8 +9,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import msgspec
-from litestar import Request, get, post
-from litestar.datastructures import State
+from litestar import get, post
 from litestar.params import FromQuery, JSONBody, QueryParameter
 from msgspec import Struct
 
@@ -28,6 +27,7 @@ from ...telemetry.device_memory import KVBlockMap
 from ...telemetry.history import KEEP, MOST, Annotation, is_series, resample, step_for
 from ...telemetry.snapshot import Tick
 from ..auth.guard import identity_of
+from ..server.request import StrictRequest
 from ..server.sse import EventStreamResponse, SseOptions
 from .schema import Since
 
@@ -35,9 +35,9 @@ OPTIONS = SseOptions(endless=True, last=b"")
 
 
 @get("/events", sync_to_thread=False, name="admin_events")
-def events(request: Request[Any, Any, State]) -> EventStreamResponse:
+def events(request: StrictRequest) -> EventStreamResponse:
     """Stream events from now on, or from after the event that `Last-Event-ID` names."""
-    services: Services = request.app.state.services
+    services = request.services
     identity = identity_of(request)
     allowed = lambda: services.security.is_valid(identity)  # noqa: E731
     return EventStreamResponse(_frames(services.events, _last_id(request), allowed), OPTIONS)
@@ -62,7 +62,7 @@ def _frame(event: Event) -> bytes:
     )
 
 
-def _last_id(request: Request[Any, Any, State]) -> int | None:
+def _last_id(request: StrictRequest) -> int | None:
     text = request.headers.get("last-event-id")
     if text is None:
         return None
@@ -106,14 +106,13 @@ class LogLines(Struct):
 
 
 @get("/tick", name="admin_tick")
-async def newest_tick(request: Request[Any, Any, State]) -> Tick:
-    services: Services = request.app.state.services
-    return await services.telemetry.newest()
+async def newest_tick(request: StrictRequest) -> Tick:
+    return await request.services.telemetry.newest()
 
 
 @get("/telemetry", name="admin_telemetry")
 async def history(
-    request: Request[Any, Any, State],
+    request: StrictRequest,
     series: FromQuery[str | None] = None,
     since: Since = None,
     step: FromQuery[int | None] = None,
@@ -122,7 +121,6 @@ async def history(
     """Return time series. `series`: names, comma separated; `since`: Unix seconds (default: ten
     minutes ago); `points`: at most so many at equal intervals, without the interval that has just begun.
     """
-    services: Services = request.app.state.services
     begin = _begin(since)
     if step is not None and step not in KEEP:
         steps = ", ".join(map(str, KEEP))
@@ -131,7 +129,8 @@ async def history(
     for name in names or ():
         if not is_series(name):
             raise ApiError(400, f"There is no series {name!r}.", "invalid_value", "series")
-    chart = await services.telemetry.history.chart(step or step_for(time.time() - begin), int(begin), names)
+    history = request.services.telemetry.history
+    chart = await history.chart(step or step_for(time.time() - begin), int(begin), names)
     if points is not None:
         chart = resample(chart, int(begin), int(time.time()), points)
     return TelemetryAnswer(**asdict(chart))
@@ -154,62 +153,58 @@ def _begin(since: float | None) -> float:
 
 @get("/marks", name="admin_marks")
 async def marks(
-    request: Request[Any, Any, State],
+    request: StrictRequest,
     since: Since = None,
     limit: Annotated[int, QueryParameter(ge=1, le=MOST)] = MOST,
 ) -> AnnotationsAnswer:
     """Return annotations of the history: loads, evictions, refusals, restarts. `since`: as for the
     history.
     """
-    services: Services = request.app.state.services
-    return AnnotationsAnswer(await services.telemetry.marks.since(_begin(since), limit))
+    return AnnotationsAnswer(await request.services.telemetry.marks.since(_begin(since), limit))
 
 
 @get("/outcomes", name="admin_outcomes")
 async def request_outcomes(
-    request: Request[Any, Any, State],
+    request: StrictRequest,
     since: Since = None,
     points: Annotated[int, QueryParameter(ge=1, le=MOST_POINTS)] = 60,
 ) -> Outcomes:
     """Count requests by how they ended, in at most so many intervals. `since`: as for the history."""
-    services: Services = request.app.state.services
     begin, now = int(_begin(since)), int(time.time())
     step = max(1, math.ceil((now - begin) / points))
-    return await outcomes(services.request_log, begin, now, step)
+    return await outcomes(request.services.request_log, begin, now, step)
 
 
 @get("/usage", name="admin_usage")
-async def usage(request: Request[Any, Any, State], since: Since = None) -> UsageAnswer:
+async def usage(request: StrictRequest, since: Since = None) -> UsageAnswer:
     """Return usage, cost and goodput by key and model. `since`: as for the history."""
-    services: Services = request.app.state.services
+    services = request.services
     rules = services.settings.usage
     return UsageAnswer(rules.currency, await usage_of(services, _begin(since)))
 
 
 @get("/blocks", name="admin_blocks")
 async def blocks(
-    request: Request[Any, Any, State],
+    request: StrictRequest,
     cells: Annotated[int, QueryParameter(ge=1, le=MOST_CELLS)] = DEFAULT_CELLS,
 ) -> BlockMaps:
     """Return each model's KV blocks in at most so many cells. This queries the engines: not meant for every
     millisecond.
     """
-    services: Services = request.app.state.services
-    return BlockMaps(await services.telemetry.blocks.read(cells))
+    return BlockMaps(await request.services.telemetry.blocks.read(cells))
 
 
 @get("/logs", name="admin_logs")
 async def log_lines(
-    request: Request[Any, Any, State],
+    request: StrictRequest,
     lines: Annotated[int, QueryParameter(ge=1, le=MOST_LINES)] = 200,
     level: FromQuery[str] = "debug",
     component: FromQuery[str | None] = None,
 ) -> LogLines:
     """Return the newest lines of the daemon's log, oldest first."""
-    services: Services = request.app.state.services
     if level not in LEVEL_NAMES:
         raise ApiError(400, f"level must be one of {', '.join(LEVEL_NAMES)}.", "invalid_value", "level")
-    found = await asyncio.to_thread(tail, services.paths.log_file, lines, level, component)
+    found = await asyncio.to_thread(tail, request.services.paths.log_file, lines, level, component)
     return LogLines(found)
 
 
@@ -225,9 +220,9 @@ class ProfileAnswer(Struct):
 
 
 @post("/profile", status_code=200, name="admin_profile")
-async def profile(request: Request[Any, Any, State], data: JSONBody[ProfileRequest]) -> ProfileAnswer:
+async def profile(request: StrictRequest, data: JSONBody[ProfileRequest]) -> ProfileAnswer:
     """Start or end counting where the time of a model's steps goes. It ends by itself after ten minutes."""
-    services: Services = request.app.state.services
+    services = request.services
     model = services.engines.get(data.model)
     daemon = services.telemetry.profiler.stop() if not data.is_on else None
     found = await model.supervisor.profile_steps(is_on=data.is_on)
@@ -245,7 +240,7 @@ class Findings(Struct):
 
 
 @get("/doctor", name="admin_doctor")
-async def doctor(request: Request[Any, Any, State]) -> Findings:
+async def doctor(request: StrictRequest) -> Findings:
     """Run the checks of `llmbox doctor` in the daemon, which takes a second or two."""
     control: DaemonController = request.app.state.control
     found = await asyncio.to_thread(control.checks)
@@ -253,10 +248,9 @@ async def doctor(request: Request[Any, Any, State]) -> Findings:
 
 
 @get("/bench", name="admin_bench")
-async def bench_runs(request: Request[Any, Any, State]) -> dict[str, list[dict[str, Any]]]:
+async def bench_runs(request: StrictRequest) -> dict[str, list[dict[str, Any]]]:
     """Return saved results of `llmbox bench`, newest first."""
-    services: Services = request.app.state.services
-    return {"runs": await asyncio.to_thread(_runs, services)}
+    return {"runs": await asyncio.to_thread(_runs, request.services)}
 
 
 def _runs(services: Services) -> list[dict[str, Any]]:

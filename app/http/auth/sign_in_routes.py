@@ -6,10 +6,8 @@ browser's guess at the next page) must not use it up.
 
 import logging
 from html import escape
-from typing import Any
 
-from litestar import MediaType, Request, Response, get, post
-from litestar.datastructures import State
+from litestar import MediaType, Response, get, post
 from litestar.params import FromQuery
 from litestar.types import ControllerRouterHandler
 
@@ -17,10 +15,9 @@ from ...errors import ApiError
 from ...security.keys import ApiKey
 from ...security.security import Security
 from ...security.sessions import PATH
-from ...services import Services
 from ..server.errors import card_page
 from ..server.middleware import add_headers
-from ..server.request import form_of
+from ..server.request import StrictRequest, form_of
 from .guard import Access, identity_of, no_cookie, session_cookie, session_identity
 
 log = logging.getLogger("llmbox.security")
@@ -37,9 +34,9 @@ _MOST_TOKEN_CHARACTERS = 200
     name="sign_in_page",
     include_in_schema=False,
 )
-def sign_in_page(request: Request[Any, Any, State], token: FromQuery[str] = "") -> Response[str]:
+def sign_in_page(request: StrictRequest, token: FromQuery[str] = "") -> Response[str]:
     """Show a button where the link has a token, otherwise the form for an admin key."""
-    security: Security = request.app.state.services.security
+    security = request.services.security
     if not token and session_identity(request, security) is not None:
         return _go(HOME)
     return _page(token=token[:_MOST_TOKEN_CHARACTERS])
@@ -53,10 +50,9 @@ def sign_in_page(request: Request[Any, Any, State], token: FromQuery[str] = "") 
     name="sign_in",
     include_in_schema=False,
 )
-async def sign_in(request: Request[Any, Any, State]) -> Response[str]:
+async def sign_in(request: StrictRequest) -> Response[str]:
     """Open a session for a one-time token or an admin key."""
-    services: Services = request.app.state.services
-    security = services.security
+    security = request.services.security
     form = await form_of(request)
     address = request.client.host if request.client else "unix socket"
     try:
@@ -87,10 +83,10 @@ async def sign_in(request: Request[Any, Any, State]) -> Response[str]:
     name="sign_out",
     include_in_schema=False,
 )
-async def sign_out(request: Request[Any, Any, State]) -> Response[str]:
+async def sign_out(request: StrictRequest) -> Response[str]:
     session = identity_of(request).session
     if session is not None:
-        request.app.state.services.security.sessions.close(session)
+        request.services.security.sessions.close(session)
     add_headers(request.scope, lambda: [no_cookie(request)])
     return _go(PATH)
 

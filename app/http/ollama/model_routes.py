@@ -281,7 +281,7 @@ _FOREVER = 292 * 365 * 86_400.0
 @get("/api/version", opt={"access": Access.KNOWN}, name="ollama_version", operation_id="ollamaVersion")
 async def ollama_version(request: HttpRequest) -> OllamaVersion:
     """Return llmbox's version."""
-    return OllamaVersion(request.app.state.services.version)
+    return OllamaVersion(request.services.version)
 
 
 @get("/api/tags", opt={"access": Access.KNOWN}, name="ollama_tags", operation_id="ollamaTags")

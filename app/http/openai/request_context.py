@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from litestar import Request, Response, post
-from litestar.datastructures import State
+from litestar import Response, post
 from litestar.types import Receive
 from msgspec import UNSET
 
@@ -39,7 +38,7 @@ from .request_types import ChatCompletionRequest, CompletionRequest, GenerationF
 from .sampling import invalid
 from .unsupported import refuse_foreign, unknown_fields
 
-HttpRequest = Request[Any, Any, State]
+HttpRequest = StrictRequest
 
 
 @dataclass(slots=True)
@@ -64,11 +63,10 @@ class RequestContext:
 
     @classmethod
     async def of(cls, request: HttpRequest) -> "RequestContext":
-        assert isinstance(request, StrictRequest)
         posted = request.method == "POST"
         client = "unix socket" if is_local_socket(request) else request.client.host if request.client else ""
         clock = request.scope["state"].get(CLOCK) or ExchangeClock()
-        services: Services = request.app.state.services
+        services = request.services
         if clock.trace is None:
             headers = request.headers.getall("traceparent", [])
             clock.trace = services.gateway.tracer.begin(headers, request.scope.get("server"))

@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 from functools import cache
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -14,6 +14,9 @@ from litestar.datastructures import State
 from litestar.types import Scope
 
 from ...errors import ApiError
+
+if TYPE_CHECKING:
+    from ...services import Services
 
 T = TypeVar("T")
 
@@ -143,6 +146,12 @@ class StrictRequest(Request[Any, Any, State]):
     """Request that decodes the body into the type of the handler's `data` parameter, strictly, for every
     route.
     """
+
+    @property
+    def services(self) -> "Services":
+        """The daemon's parts."""
+        services: Services = self.app.state.services
+        return services
 
     async def json(self) -> Any:
         return (await self._decoded())[0]

@@ -10,8 +10,8 @@ import zeroconf
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from llmbox.app.config.settings import ServerSettings
-from llmbox.app.daemon import mdns
-from llmbox.app.daemon.mdns import Announcement, announced_addresses
+from llmbox.app.daemon import network
+from llmbox.app.daemon.network import Announcement, announced_addresses
 from llmbox.app.lifecycle.instance import RunningDaemon
 
 
@@ -33,7 +33,7 @@ class FakeNetwork:
     def __init__(self, monkeypatch, error=None):
         self.calls, self.info, self.error = [], None, error
         monkeypatch.setattr(
-            mdns, "import_module", lambda name: self if name.endswith("asyncio") else zeroconf
+            network, "import_module", lambda name: self if name.endswith("asyncio") else zeroconf
         )
 
     def AsyncZeroconf(self, interfaces):  # noqa: N802 - the name in zeroconf
@@ -99,7 +99,7 @@ async def test_a_missing_package_is_a_line_in_the_log(monkeypatch, caplog):
     def missing(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(mdns, "import_module", missing)
+    monkeypatch.setattr(network, "import_module", missing)
     await live(ServerSettings(mdns=True, host="192.0.2.7"), daemon())
     assert "zeroconf is not installed" in caplog.text
 
@@ -107,7 +107,7 @@ async def test_a_missing_package_is_a_line_in_the_log(monkeypatch, caplog):
 def test_addresses_of_bridges_are_not_announced(monkeypatch):
     ends = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "veth1f": "192.0.2.9", "eth0": "192.0.2.7"}
     there = {name: [SimpleNamespace(family=socket.AF_INET, address=end)] for name, end in ends.items()}
-    monkeypatch.setattr(mdns.psutil, "net_if_addrs", lambda: there)
+    monkeypatch.setattr(network.psutil, "net_if_addrs", lambda: there)
     assert announced_addresses("0.0.0.0") == ["192.0.2.7"]
     assert announced_addresses("172.17.0.1") == ["172.17.0.1"]  # the owner's choice
 
@@ -119,7 +119,7 @@ def test_addresses_are_those_that_others_can_use():
 
 async def test_others_see_the_record_and_its_end(monkeypatch):
     """Real multicast, on loopback alone; skipped where loopback has none."""
-    monkeypatch.setattr(mdns, "announced_addresses", lambda _: ["127.0.0.1"])
+    monkeypatch.setattr(network, "announced_addresses", lambda _: ["127.0.0.1"])
     try:
         other = AsyncZeroconf(interfaces=["127.0.0.1"])
     except OSError as error:

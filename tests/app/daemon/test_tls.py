@@ -11,7 +11,7 @@ from cryptography import x509
 
 from llmbox.app.config.paths import find_paths
 from llmbox.app.config.settings import ServerSettings
-from llmbox.app.daemon.tls import machine_names, open_tls, self_made_certificate
+from llmbox.app.daemon.network import machine_names, open_tls, self_made_certificate
 from llmbox.app.errors import CliError
 from support.cli_box import box  # noqa: F401 - a fixture
 
@@ -44,7 +44,7 @@ def test_a_certificate_that_expires_soon_is_replaced(made, monkeypatch):
     certificate, _ = made
     first = certificate.read_bytes()
     left = x509.load_pem_x509_certificate(first).not_valid_after_utc
-    monkeypatch.setattr("llmbox.app.daemon.tls._RENEWED", left - left.replace(year=left.year - 3))
+    monkeypatch.setattr("llmbox.app.daemon.network._RENEWED", left - left.replace(year=left.year - 3))
     self_made_certificate(certificate.parent, NAMES)
     assert certificate.read_bytes() != first
 

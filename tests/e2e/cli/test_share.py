@@ -16,7 +16,7 @@ from llmbox.app.cli.root import INTERRUPTED, run
 from llmbox.app.cli.server import daemon_starter, share
 from llmbox.app.cli.server.share import NetworkAddress, certificate_fingerprint, lan_addresses, qr_text
 from llmbox.app.config.loader import read_file
-from llmbox.app.daemon.tls import self_made_certificate
+from llmbox.app.daemon.network import self_made_certificate
 from llmbox.app.errors import CliError, Exit
 from llmbox.app.lifecycle.instance import find_running
 from llmbox.app.lifecycle.program import Program

@@ -10,11 +10,11 @@ from llmbox.kernels.lora import (
     LoraSite,
     LoraTiles,
     LoraWeights,
-    reference_lora,
 )
 from llmbox.kernels.op_types import Routing
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference import REFERENCE
+from llmbox.kernels.reference.lora import reference_lora
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.linear import fused_moe
 from llmbox.kernels.triton.linear.fused_moe import sort_experts

@@ -1,45 +1,13 @@
-"""Operations of Gemma 3n: rows of several streams (AltUp), and gates of which few stay.
+"""Reference of `AltUpOps`: rows of several streams, and gates of which few stay (Gemma 3n).
 
 T rows of the step, N streams of a row, E hidden, F rows of an MLP. A row is [N E]: one stream after another.
 """
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class AltUpOps:
-    """Operations on streams. `routed_TN` are float32 results of `Ops.logits`; coefficients are float32."""
-
-    predict: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(x [T, N E], routed_TN, coefs_JN of N N rows) -> new tensor [T, N E]: each stream j of x plus the sum
-    of all streams i times (coefs tanh(routed))[N j + i].
-    """
-
-    correct: Callable[[Tensor, Tensor, int, Tensor, Tensor], Tensor]
-    """(predicted [T, N E], x_TE, stream, routed_TN, coefs_NN) -> new tensor [T, N E]: each stream j of
-    `predicted` plus 1 + (coefs tanh(routed))[j] times the difference of x and the predicted `stream`.
-    """
-
-    add_to_others: Callable[[Tensor, Tensor], None]
-    """(x [T, N E], added_TE): add to all streams but the first, in place."""
-
-    match_size: Callable[[Tensor, Tensor, float], None]
-    """(x [T, M E], like_TE with strided rows, eps): multiply each of M parts of a row in place, so that the
-    root of its mean square is that of `like`; its own mean square counts as `eps` at least.
-    """
-
-    gate_sums: Callable[[Tensor], Tensor]
-    """(gate_TF with strided rows) -> new tensor [T, 2] in float32: sum and sum of squares."""
-
-    cut_gates: Callable[[Tensor, Tensor, int, float], None]
-    """(gate_TF with strided rows, sums_T2 over `width` numbers, width, factor): max(0, gate - (mean + factor
-    deviation)), in place.
-    """
+from ..op_types import AltUpOps
 
 
 def predict(x: Tensor, routed_TN: Tensor, coefs_JN: Tensor) -> Tensor:
