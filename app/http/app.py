@@ -99,7 +99,7 @@ def document(handlers: Sequence[ControllerRouterHandler], version: str) -> bytes
     """
     config = OpenAPIConfig("llmbox", version, use_handler_docstrings=True)
     # Without `logging_config=None` it would take over the daemon's log.
-    app = Litestar(handlers, openapi_config=config, logging_config=None)
+    app = Litestar(handlers, openapi_config=config, request_class=StrictRequest, logging_config=None)
     schema: dict[str, Any] = app.openapi_schema.to_schema()
     schemas = _schemas(app)
     components = schema.setdefault("components", {})

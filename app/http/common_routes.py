@@ -24,7 +24,6 @@ from ..util.formatting import hide_folders
 from .admin.models import begin_load
 from .admin.schema import LoadRequest, UnloadedModels
 from .auth.guard import Access, identity_of
-from .openai.request_context import HttpRequest
 from .openai.request_types import Name
 from .openai.response_types import ModelCard
 from .server.errors import card_page, error_type, wants_page
@@ -166,7 +165,7 @@ class UnloadOneRequest(Struct, forbid_unknown_fields=True):
 
 
 @post("/v1/load", status_code=200, name="load", operation_id="loadModel")
-async def load(request: HttpRequest, data: Annotated[LoadRequest, Body()]) -> Response[ModelCard]:
+async def load(request: StrictRequest, data: Annotated[LoadRequest, Body()]) -> Response[ModelCard]:
     """Load a model that is on disk, and answer once it is ready. Loading outlasts the connection."""
     control: DaemonController = request.app.state.control
     identity_of(request).require_model(data.model)
@@ -185,7 +184,7 @@ async def load(request: HttpRequest, data: Annotated[LoadRequest, Body()]) -> Re
 
 
 @post("/v1/unload", status_code=200, name="unload", operation_id="unloadModel")
-async def unload(request: HttpRequest, data: Annotated[UnloadOneRequest, Body()]) -> UnloadedModels:
+async def unload(request: StrictRequest, data: Annotated[UnloadOneRequest, Body()]) -> UnloadedModels:
     """Unload a model from memory. Requests that it is answering end with an error."""
     control: DaemonController = request.app.state.control
     identity_of(request).require_model(data.model)
@@ -232,7 +231,7 @@ class UnloadAdapterRequest(Struct, kw_only=True):
     name="load_lora_adapter",
     operation_id="loadLoraAdapter",
 )
-async def load_lora_adapter(request: HttpRequest, data: Annotated[LoadAdapterRequest, Body()]) -> str:
+async def load_lora_adapter(request: StrictRequest, data: Annotated[LoadAdapterRequest, Body()]) -> str:
     """Add a LoRA adapter from a folder on the box (vLLM's), as `llmbox lora add` does."""
     control: DaemonController = request.app.state.control
     identity_of(request).require_model(data.lora_name)
@@ -258,7 +257,7 @@ async def load_lora_adapter(request: HttpRequest, data: Annotated[LoadAdapterReq
     name="unload_lora_adapter",
     operation_id="unloadLoraAdapter",
 )
-async def unload_lora_adapter(request: HttpRequest, data: Annotated[UnloadAdapterRequest, Body()]) -> str:
+async def unload_lora_adapter(request: StrictRequest, data: Annotated[UnloadAdapterRequest, Body()]) -> str:
     """Remove a LoRA adapter (vLLM's), as `llmbox lora rm` does. Requests that run with it finish."""
     control: DaemonController = request.app.state.control
     identity_of(request).require_model(data.lora_name)

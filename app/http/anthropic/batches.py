@@ -15,8 +15,8 @@ from ...services import Services
 from ...store.batches import Batch, BatchItem, BatchPage, BatchResult
 from ..auth.guard import Access, services_and_owner
 from ..openai.batches import batch_not_found, find_batch
-from ..openai.request_context import HttpRequest
 from ..openai.sampling import invalid
+from ..server.request import StrictRequest
 
 _PATH = "/v1/messages/batches"
 _ONE = _PATH + "/{batch_id:str}"
@@ -77,7 +77,7 @@ class DeletedBatch(Struct, kw_only=True):
     name="message_batches_create",
     operation_id="createMessageBatch",
 )
-async def create_batch(request: HttpRequest, data: Annotated[BatchRequest, Body()]) -> MessageBatch:
+async def create_batch(request: StrictRequest, data: Annotated[BatchRequest, Body()]) -> MessageBatch:
     """Begin a batch. Its requests run when nothing else waits, and resume after a restart of the daemon."""
     services, owner = services_and_owner(request)
     seen: set[str] = set()
@@ -96,7 +96,7 @@ async def create_batch(request: HttpRequest, data: Annotated[BatchRequest, Body(
 
 @get(_PATH, opt={"access": Access.STORED}, name="message_batches", operation_id="listMessageBatches")
 async def list_batches(
-    request: HttpRequest,
+    request: StrictRequest,
     after_id: Cursor = None,
     before_id: Cursor = None,
     limit: Annotated[int, QueryParameter(ge=1, le=1000)] = 20,
@@ -121,7 +121,7 @@ async def list_batches(
 
 
 @get(_ONE, opt={"access": Access.STORED}, name="message_batch", operation_id="retrieveMessageBatch")
-async def retrieve_batch(request: HttpRequest, batch_id: FromPath[str]) -> MessageBatch:
+async def retrieve_batch(request: StrictRequest, batch_id: FromPath[str]) -> MessageBatch:
     """Return one batch with its progress."""
     services, owner = services_and_owner(request)
     return _to_message_batch(request, await find_batch(services, "anthropic", owner, batch_id))
@@ -134,7 +134,7 @@ async def retrieve_batch(request: HttpRequest, batch_id: FromPath[str]) -> Messa
     name="message_batch_cancel",
     operation_id="cancelMessageBatch",
 )
-async def cancel_batch(request: HttpRequest, batch_id: FromPath[str]) -> MessageBatch:
+async def cancel_batch(request: StrictRequest, batch_id: FromPath[str]) -> MessageBatch:
     """Cancel a batch. Answers that it already has stay; a batch that has ended stays as it is."""
     services, owner = services_and_owner(request)
     await services.batches.cancel(await find_batch(services, "anthropic", owner, batch_id))
@@ -148,7 +148,7 @@ async def cancel_batch(request: HttpRequest, batch_id: FromPath[str]) -> Message
     name="message_batch_delete",
     operation_id="deleteMessageBatch",
 )
-async def delete_batch(request: HttpRequest, batch_id: FromPath[str]) -> DeletedBatch:
+async def delete_batch(request: StrictRequest, batch_id: FromPath[str]) -> DeletedBatch:
     """Erase a batch that has ended, with its results; the bytes are overwritten."""
     services, owner = services_and_owner(request)
     batch = await find_batch(services, "anthropic", owner, batch_id)
@@ -169,7 +169,7 @@ async def delete_batch(request: HttpRequest, batch_id: FromPath[str]) -> Deleted
     name="message_batch_results",
     operation_id="getMessageBatchResults",
 )
-async def batch_results(request: HttpRequest, batch_id: FromPath[str]) -> Response[Any]:
+async def batch_results(request: StrictRequest, batch_id: FromPath[str]) -> Response[Any]:
     """Return one line of JSON for each request, in their order."""
     services, owner = services_and_owner(request)
     batch = await find_batch(services, "anthropic", owner, batch_id)
@@ -196,7 +196,7 @@ def _line(result: BatchResult) -> bytes:
     return msgspec.json.encode({"custom_id": result.custom_id, "result": data}) + b"\n"
 
 
-def _to_message_batch(request: HttpRequest, batch: Batch) -> MessageBatch:
+def _to_message_batch(request: StrictRequest, batch: Batch) -> MessageBatch:
     counts, has_ended = batch.counts, batch.ended is not None
     return MessageBatch(
         id=batch.id,

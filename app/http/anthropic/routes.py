@@ -16,8 +16,9 @@ from ...gateway.open_request import OpenRequest
 from ...text.output.output_parser import OutputParser, ParsedOutput
 from ..openai.chat import ChatCall, heading_of
 from ..openai.chat_messages import call_id, reasoning_tokens
-from ..openai.request_context import HttpRequest, RequestContext, answer, inference_route
+from ..openai.request_context import RequestContext, answer, inference_route
 from ..server.errors import encode_error
+from ..server.request import StrictRequest
 from ..server.sse import SseOptions
 from .batches import batches_router
 from .request_types import CountTokensRequest, MessagesRequest
@@ -214,7 +215,7 @@ _STREAM = SseOptions(last=b"", error=error_event, comment=named_event("ping"))
 
 @inference_route("/v1/messages", "messages", "createMessage")
 async def messages(
-    request: HttpRequest, data: Annotated[MessagesRequest, Body()]
+    request: StrictRequest, data: Annotated[MessagesRequest, Body()]
 ) -> Response[AnthropicMessage]:
     """Generate the model's next message, in the shape of Anthropic's API; server-sent events with
     `stream`.
@@ -229,7 +230,7 @@ async def messages(
 
 
 @inference_route("/v1/messages/count_tokens", "count_tokens", "countTokens")
-async def count_tokens(request: HttpRequest, data: Annotated[CountTokensRequest, Body()]) -> TokenCount:
+async def count_tokens(request: StrictRequest, data: Annotated[CountTokensRequest, Body()]) -> TokenCount:
     """Count the tokens that the prompt of such a message would have."""
     call = await RequestContext.of(request)
     tokens, original = await count_prompt_tokens(call, data)

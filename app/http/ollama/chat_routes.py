@@ -23,9 +23,10 @@ from ..openai.embeddings import (
     check_inputs,
     pool,
 )
-from ..openai.request_context import HttpRequest, RequestContext, inference_route
+from ..openai.request_context import RequestContext, inference_route
 from ..openai.sampling import public_id
 from ..openai.unsupported import unknown_fields
+from ..server.request import StrictRequest
 from ..server.sse import EventStreamResponse, while_connected
 from .calls import find_warnings, keep_for, load_or_unload, prepare_ollama, seconds_of
 from .model_routes import library_routes, model_routes
@@ -63,7 +64,7 @@ AnswerBuilder = Callable[[list[list[float]], PooledPrompts | None, list[str]], S
 
 @inference_route("/api/embed", "ollama_embed", "ollamaEmbed")
 async def ollama_embed(
-    request: HttpRequest, data: Annotated[EmbedRequest, Body()]
+    request: StrictRequest, data: Annotated[EmbedRequest, Body()]
 ) -> Response[OllamaEmbedResponse]:
     """Return a vector of length 1 for each text."""
     began = time.monotonic()
@@ -85,7 +86,7 @@ async def ollama_embed(
 
 @inference_route("/api/embeddings", "ollama_embeddings", "ollamaEmbeddings")
 async def ollama_embeddings(
-    request: HttpRequest, data: Annotated[EmbeddingsRequest, Body()]
+    request: StrictRequest, data: Annotated[EmbeddingsRequest, Body()]
 ) -> Response[OllamaEmbeddingResponse]:
     """Return a vector of length 1 for one text: the older route."""
 
@@ -100,7 +101,7 @@ async def ollama_embeddings(
 
 
 async def _answer_embeddings(
-    request: HttpRequest,
+    request: StrictRequest,
     data: EmbedRequest | EmbeddingsRequest,
     texts: list[str],
     param: str,
@@ -162,7 +163,9 @@ embed_routes: list[ControllerRouterHandler] = [ollama_embed, ollama_embeddings]
 
 
 @inference_route("/api/chat", "ollama_chat", "ollamaChat")
-async def ollama_chat(request: HttpRequest, data: Annotated[ChatRequest, Body()]) -> Response[dict[str, Any]]:
+async def ollama_chat(
+    request: StrictRequest, data: Annotated[ChatRequest, Body()]
+) -> Response[dict[str, Any]]:
     """Generate the model's next message in Ollama's shape; lines of JSON unless `stream` is false."""
     call = await RequestContext.of(request)
     if not data.messages:
@@ -172,7 +175,7 @@ async def ollama_chat(request: HttpRequest, data: Annotated[ChatRequest, Body()]
 
 @inference_route("/api/generate", "ollama_generate", "ollamaGenerate")
 async def ollama_generate(
-    request: HttpRequest, data: Annotated[GenerateRequest, Body()]
+    request: StrictRequest, data: Annotated[GenerateRequest, Body()]
 ) -> Response[dict[str, Any]]:
     """Generate the model's answer to one prompt; lines of JSON unless `stream` is false."""
     call = await RequestContext.of(request)
@@ -182,7 +185,7 @@ async def ollama_generate(
 
 
 async def _answer_without_prompt(
-    request: HttpRequest, call: RequestContext, kind: Kind, data: OllamaGenerateFields
+    request: StrictRequest, call: RequestContext, kind: Kind, data: OllamaGenerateFields
 ) -> Response[dict[str, Any]]:
     """Answer a request without a prompt: load the model, or unload it where `keep_alive` is 0."""
     control = request.app.state.control
@@ -192,7 +195,7 @@ async def _answer_without_prompt(
 
 
 async def _answer_prompt(
-    request: HttpRequest, call: RequestContext, kind: Kind, data: ChatRequest | GenerateRequest
+    request: StrictRequest, call: RequestContext, kind: Kind, data: ChatRequest | GenerateRequest
 ) -> Response[dict[str, Any]]:
     with call.recording_refusals():
         seconds = seconds_of(data.keep_alive)

@@ -23,10 +23,11 @@ from ...lifecycle.drain import shutting_down
 from ...models.adapters import set_alias
 from ...models.catalog import HUB_ID, hub_cache
 from ..auth.guard import Access, identity_of
-from ..openai.request_context import HttpRequest, RequestContext
+from ..openai.request_context import RequestContext
 from ..openai.routes import listed_models
 from ..openai.unsupported import refuse_unsupported, unknown_fields
 from ..server.errors import error_type
+from ..server.request import StrictRequest
 from ..server.sse import EventStreamResponse, while_connected
 from .calls import alias_parameters
 from .request_types import (
@@ -66,7 +67,7 @@ INSTEAD = {
     "/api/pull", status_code=200, opt={"access": Access.ADMIN}, name="ollama_pull", operation_id="ollamaPull"
 )
 async def ollama_pull(
-    request: HttpRequest, data: Annotated[OllamaPullRequest, Body()]
+    request: StrictRequest, data: Annotated[OllamaPullRequest, Body()]
 ) -> Response[dict[str, Any]]:
     """Fetch a model of the Hugging Face hub; lines of JSON unless `stream` is false.
 
@@ -88,7 +89,7 @@ async def ollama_pull(
     name="ollama_delete",
     operation_id="ollamaDelete",
 )
-async def ollama_delete(request: HttpRequest, data: Annotated[DeleteRequest, Body()]) -> None:
+async def ollama_delete(request: StrictRequest, data: Annotated[DeleteRequest, Body()]) -> None:
     """Delete a model from the disk. One that is in memory or being downloaded is refused. Of an alias only
     the name is deleted.
     """
@@ -106,7 +107,7 @@ async def ollama_delete(request: HttpRequest, data: Annotated[DeleteRequest, Bod
 @post(
     "/api/copy", status_code=200, opt={"access": Access.ADMIN}, name="ollama_copy", operation_id="ollamaCopy"
 )
-async def ollama_copy(request: HttpRequest, data: Annotated[CopyRequest, Body()]) -> None:
+async def ollama_copy(request: StrictRequest, data: Annotated[CopyRequest, Body()]) -> None:
     """Create another name for a model: an alias. No files are copied."""
     control: DaemonController = request.app.state.control
     call = await RequestContext.of(request)
@@ -124,7 +125,7 @@ async def ollama_copy(request: HttpRequest, data: Annotated[CopyRequest, Body()]
     operation_id="ollamaCreate",
 )
 async def ollama_create(
-    request: HttpRequest, data: Annotated[CreateRequest, Body()]
+    request: StrictRequest, data: Annotated[CreateRequest, Body()]
 ) -> Response[dict[str, Any]]:
     """Create a name for a model with parameters and a system prompt of its own: an alias."""
     call = await RequestContext.of(request)
@@ -185,7 +186,7 @@ async def _set_alias(
     name="ollama_not_here",
     include_in_schema=False,
 )
-async def ollama_not_here(request: HttpRequest) -> None:
+async def ollama_not_here(request: StrictRequest) -> None:
     raise ApiError(400, INSTEAD[request.scope["path"].split("/")[2]], "unsupported_route")
 
 
@@ -279,13 +280,13 @@ _FOREVER = 292 * 365 * 86_400.0
 
 
 @get("/api/version", opt={"access": Access.KNOWN}, name="ollama_version", operation_id="ollamaVersion")
-async def ollama_version(request: HttpRequest) -> OllamaVersion:
+async def ollama_version(request: StrictRequest) -> OllamaVersion:
     """Return llmbox's version."""
     return OllamaVersion(request.services.version)
 
 
 @get("/api/tags", opt={"access": Access.KNOWN}, name="ollama_tags", operation_id="ollamaTags")
-async def ollama_tags(request: HttpRequest) -> OllamaModelList:
+async def ollama_tags(request: StrictRequest) -> OllamaModelList:
     """List every model that may be requested."""
     control: DaemonController = request.app.state.control
     names = [model.id for model in await listed_models(await RequestContext.of(request))]
@@ -294,7 +295,7 @@ async def ollama_tags(request: HttpRequest) -> OllamaModelList:
 
 
 @get("/api/ps", opt={"access": Access.KNOWN}, name="ollama_ps", operation_id="ollamaPs")
-async def ollama_ps(request: HttpRequest) -> RunningModels:
+async def ollama_ps(request: StrictRequest) -> RunningModels:
     """List the models in memory."""
     control: DaemonController = request.app.state.control
     caller = identity_of(request)
@@ -310,7 +311,7 @@ async def ollama_ps(request: HttpRequest) -> RunningModels:
 @post(
     "/api/show", status_code=200, opt={"access": Access.KNOWN}, name="ollama_show", operation_id="ollamaShow"
 )
-async def ollama_show(request: HttpRequest, data: Annotated[ShowRequest, Body()]) -> OllamaShowResponse:
+async def ollama_show(request: StrictRequest, data: Annotated[ShowRequest, Body()]) -> OllamaShowResponse:
     """Describe a model and its capabilities."""
     control: DaemonController = request.app.state.control
     call = await RequestContext.of(request)

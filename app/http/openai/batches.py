@@ -16,7 +16,7 @@ from ...services import Services
 from ...store.batches import Batch, BatchItem, BatchKind, BatchPage, BatchResult
 from ..auth.guard import Access, services_and_owner
 from ..server import request as strict_json
-from .request_context import HttpRequest
+from ..server.request import StrictRequest
 from .request_types import MetadataKey, MetadataValue
 
 _PATH = "/v1/batches"
@@ -77,7 +77,7 @@ class BatchObjectList(Struct, kw_only=True):
 
 
 @post(_PATH, status_code=200, opt={"access": Access.INFER}, name="batches_create", operation_id="createBatch")
-async def create_batch(request: HttpRequest, data: Annotated[BatchCreateRequest, Body()]) -> BatchObject:
+async def create_batch(request: StrictRequest, data: Annotated[BatchCreateRequest, Body()]) -> BatchObject:
     """Begin a batch. Its requests run when nothing else waits, and resume after a restart of the daemon."""
     services, owner = services_and_owner(request)
     file = await services.files.get(owner, data.input_file_id)
@@ -106,7 +106,7 @@ async def create_batch(request: HttpRequest, data: Annotated[BatchCreateRequest,
 
 @get(_PATH, opt={"access": Access.STORED}, name="batches", operation_id="listBatches")
 async def list_batches(
-    request: HttpRequest,
+    request: StrictRequest,
     after: Annotated[str | None, QueryParameter(max_length=128)] = None,
     limit: Annotated[int, QueryParameter(ge=1, le=100)] = 20,
 ) -> BatchObjectList:
@@ -122,7 +122,7 @@ async def list_batches(
 
 
 @get(_PATH + "/{batch_id:str}", opt={"access": Access.STORED}, name="batch_one", operation_id="retrieveBatch")
-async def retrieve_batch(request: HttpRequest, batch_id: FromPath[str]) -> BatchObject:
+async def retrieve_batch(request: StrictRequest, batch_id: FromPath[str]) -> BatchObject:
     """Return one batch with its progress."""
     services, owner = services_and_owner(request)
     return to_batch_object(await find_batch(services, "openai", owner, batch_id))
@@ -135,7 +135,7 @@ async def retrieve_batch(request: HttpRequest, batch_id: FromPath[str]) -> Batch
     name="batch_cancel",
     operation_id="cancelBatch",
 )
-async def cancel_batch(request: HttpRequest, batch_id: FromPath[str]) -> BatchObject:
+async def cancel_batch(request: StrictRequest, batch_id: FromPath[str]) -> BatchObject:
     """Cancel a batch. Results that it already has stay."""
     services, owner = services_and_owner(request)
     batch = await find_batch(services, "openai", owner, batch_id)

@@ -31,10 +31,10 @@ from ...text.reranker import (
     rows_of_gguf,
 )
 from ...util.threads import off_loop
+from ..server.request import StrictRequest
 from .completions import prompt_ids, prompt_items, with_prompt
 from .request_context import (
     Deadlines,
-    HttpRequest,
     RequestContext,
     answer,
     check_prompts,
@@ -229,7 +229,7 @@ def _answer(pooled: PooledPrompts, body: EmbeddingRequest, name: str, warnings: 
 
 @inference_route("/v1/embeddings", "embeddings", "createEmbedding")
 async def embeddings(
-    request: HttpRequest, data: Annotated[EmbeddingRequest, Body()]
+    request: StrictRequest, data: Annotated[EmbeddingRequest, Body()]
 ) -> Response[EmbeddingList]:
     """Return a vector for each text."""
     return await answer(
@@ -354,20 +354,22 @@ async def rank(
 
 
 @inference_route("/v1/rerank", "rerank", "createRerank")
-async def rerank(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -> Response[RerankResponse]:
+async def rerank(request: StrictRequest, data: Annotated[RerankRequest, Body()]) -> Response[RerankResponse]:
     """Rank documents by their relevance to a query, the most relevant first."""
     return await _ranked(request, data, tells_documents=True)
 
 
 @inference_route("/rerank", "rerank_plain")
 async def rerank_plain(
-    request: HttpRequest, data: Annotated[RerankRequest, Body()]
+    request: StrictRequest, data: Annotated[RerankRequest, Body()]
 ) -> Response[RerankResponse]:
     return await _ranked(request, data, tells_documents=True)
 
 
 @inference_route("/v2/rerank", "rerank_v2", "createRerankV2")
-async def rerank_v2(request: HttpRequest, data: Annotated[RerankRequest, Body()]) -> Response[RerankResponse]:
+async def rerank_v2(
+    request: StrictRequest, data: Annotated[RerankRequest, Body()]
+) -> Response[RerankResponse]:
     """Rank documents for Cohere's clients. Documents come back only where `return_documents` asks
     for them.
     """
@@ -375,7 +377,7 @@ async def rerank_v2(request: HttpRequest, data: Annotated[RerankRequest, Body()]
 
 
 async def _ranked(
-    request: HttpRequest, data: RerankRequest, *, tells_documents: bool
+    request: StrictRequest, data: RerankRequest, *, tells_documents: bool
 ) -> Response[RerankResponse]:
     if data.return_documents is None:
         data.return_documents = tells_documents

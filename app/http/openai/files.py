@@ -17,8 +17,8 @@ from ...services import Services
 from ...store.batches import Batch, BatchPage
 from ...store.files import StoredFile
 from ..auth.guard import Access, services_and_owner
+from ..server.request import StrictRequest
 from .batches import OutputKind, find_output, has_output, output_id, output_lines
-from .request_context import HttpRequest
 from .sampling import invalid
 from .stored import DeletedObject, Order
 
@@ -50,7 +50,7 @@ class FileList(Struct, kw_only=True):
 
 
 @post(_PATH, status_code=200, opt={"access": Access.INFER}, name="files_create", operation_id="createFile")
-async def create_file(request: HttpRequest) -> FileObject:
+async def create_file(request: StrictRequest) -> FileObject:
     """Keep a file: `multipart/form-data` with `file` and `purpose`, which is `batch`."""
     services, owner = services_and_owner(request)
     form = await _form(request)
@@ -67,7 +67,7 @@ async def create_file(request: HttpRequest) -> FileObject:
     return _to_file_object(file)
 
 
-async def _form(request: HttpRequest) -> dict[str, Any]:
+async def _form(request: StrictRequest) -> dict[str, Any]:
     if request.content_type[0] != "multipart/form-data":
         raise ApiError(415, "Files are sent as multipart/form-data.", "unsupported_media_type")
     try:
@@ -96,7 +96,7 @@ def _expires(form: dict[str, Any]) -> float | None:
 
 @get(_PATH, opt={"access": Access.STORED}, name="files", operation_id="listFiles")
 async def list_files(
-    request: HttpRequest,
+    request: StrictRequest,
     purpose: Annotated[str | None, QueryParameter(max_length=64)] = None,
     after: Annotated[str | None, QueryParameter(max_length=128)] = None,
     limit: Annotated[int, QueryParameter(ge=1, le=10_000)] = 10_000,
@@ -123,7 +123,7 @@ async def list_files(
 
 
 @get(_ONE, opt={"access": Access.STORED}, name="file", operation_id="retrieveFile")
-async def retrieve_file(request: HttpRequest, file_id: FromPath[str]) -> FileObject:
+async def retrieve_file(request: StrictRequest, file_id: FromPath[str]) -> FileObject:
     """Return the description of one file."""
     services, owner = services_and_owner(request)
     if (output := await find_output(services, owner, file_id)) is not None:
@@ -132,7 +132,7 @@ async def retrieve_file(request: HttpRequest, file_id: FromPath[str]) -> FileObj
 
 
 @get(_ONE + "/content", opt={"access": Access.STORED}, name="file_content", operation_id="downloadFile")
-async def file_content(request: HttpRequest, file_id: FromPath[str]) -> Response[Any]:
+async def file_content(request: StrictRequest, file_id: FromPath[str]) -> Response[Any]:
     """Return the file itself."""
     services, owner = services_and_owner(request)
     if (output := await find_output(services, owner, file_id)) is not None:
@@ -142,7 +142,7 @@ async def file_content(request: HttpRequest, file_id: FromPath[str]) -> Response
 
 
 @delete(_ONE, status_code=200, opt={"access": Access.STORED}, name="file_delete", operation_id="deleteFile")
-async def delete_file(request: HttpRequest, file_id: FromPath[str]) -> DeletedObject:
+async def delete_file(request: StrictRequest, file_id: FromPath[str]) -> DeletedObject:
     """Erase a file. With a batch's output or error file the whole batch goes: its requests and answers."""
     services, owner = services_and_owner(request)
     if (output := await find_output(services, owner, file_id)) is not None:

@@ -19,6 +19,7 @@ from ...gateway.choice_stream import as_base64, unit_vector
 from ...gateway.generation import Generation
 from ...text.reranker import Classifier, Reranker, build_rerank_prompts, not_a_classifier, read_classifier
 from ...util.threads import off_loop
+from ..server.request import StrictRequest
 from .completions import prompt_ids, prompt_items, with_prompt
 from .embeddings import (
     PooledPrompts,
@@ -33,7 +34,6 @@ from .embeddings import (
 )
 from .request_context import (
     Deadlines,
-    HttpRequest,
     RequestContext,
     answer,
     check_prompts,
@@ -340,17 +340,17 @@ async def _inputs(
 
 
 @inference_route("/v1/score", "score", "createScore")
-async def score(request: HttpRequest, data: Annotated[ScoreRequest, Body()]) -> Response[ScoreList]:
+async def score(request: StrictRequest, data: Annotated[ScoreRequest, Body()]) -> Response[ScoreList]:
     """Score how well pairs of texts go together."""
     return await _scored(request, data)
 
 
 @inference_route("/score", "score_plain")
-async def score_plain(request: HttpRequest, data: Annotated[ScoreRequest, Body()]) -> Response[ScoreList]:
+async def score_plain(request: StrictRequest, data: Annotated[ScoreRequest, Body()]) -> Response[ScoreList]:
     return await _scored(request, data)
 
 
-async def _scored(request: HttpRequest, data: ScoreRequest) -> Response[ScoreList]:
+async def _scored(request: StrictRequest, data: ScoreRequest) -> Response[ScoreList]:
     return await answer(
         request, lambda call: prepare_score(call, data), lambda call, made: run_score(call, data, made)
     )
@@ -358,7 +358,7 @@ async def _scored(request: HttpRequest, data: ScoreRequest) -> Response[ScoreLis
 
 @inference_route("/classify", "classify", "createClassification")
 async def classify_texts(
-    request: HttpRequest, data: Annotated[ClassifyRequest, Body()]
+    request: StrictRequest, data: Annotated[ClassifyRequest, Body()]
 ) -> Response[ClassList]:
     """Return the probability of each class, from a classification model."""
 
@@ -370,7 +370,7 @@ async def classify_texts(
 
 
 @inference_route("/pooling", "pooling", "createPooling")
-async def pooling(request: HttpRequest, data: Annotated[PoolingRequest, Body()]) -> Response[PoolingList]:
+async def pooling(request: StrictRequest, data: Annotated[PoolingRequest, Body()]) -> Response[PoolingList]:
     """Return a vector, or class probabilities, for each text."""
     return await answer(
         request, lambda call: prepare_pooling(call, data), lambda call, made: run_pooling(call, data, made)

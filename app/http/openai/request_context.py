@@ -38,8 +38,6 @@ from .request_types import ChatCompletionRequest, CompletionRequest, GenerationF
 from .sampling import invalid
 from .unsupported import refuse_foreign, unknown_fields
 
-HttpRequest = StrictRequest
-
 
 @dataclass(slots=True)
 class RequestContext:
@@ -62,7 +60,7 @@ class RequestContext:
         self.clock.arrived = self.arrived
 
     @classmethod
-    async def of(cls, request: HttpRequest) -> "RequestContext":
+    async def of(cls, request: StrictRequest) -> "RequestContext":
         posted = request.method == "POST"
         client = "unix socket" if is_local_socket(request) else request.client.host if request.client else ""
         clock = request.scope["state"].get(CLOCK) or ExchangeClock()
@@ -223,7 +221,7 @@ def inference_route(path: str, name: str, operation_id: str | None = None) -> po
 
 
 async def answer(
-    request: HttpRequest,
+    request: StrictRequest,
     prepare: Callable[[RequestContext], Coroutine[Any, Any, Prepared]],
     complete: Callable[[RequestContext, Prepared], Coroutine[Any, Any, Any]],
     stream: Callable[[RequestContext, Prepared], AsyncIterator[bytes]] | None = None,

@@ -19,6 +19,7 @@ from ...util.formatting import hide_folders
 from ...util.threads import off_loop
 from ..auth.guard import Access, identity_of
 from ..server.errors import is_anthropic_client
+from ..server.request import StrictRequest
 from .batches import openai_batches_router
 from .chat import ChatCall, chat_ids, complete_chat, prepare_chat
 from .chat_messages import build_chat
@@ -27,7 +28,7 @@ from .completions import complete, prepare_completion, stream_completion
 from .embeddings import embeddings, rerank, rerank_plain, rerank_v2
 from .files import files_router
 from .pooling import classify_texts, pooling, score, score_plain
-from .request_context import HttpRequest, RequestContext, answer, inference_route
+from .request_context import RequestContext, answer, inference_route
 from .request_types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .response_types import (
     ChatCompletion,
@@ -105,7 +106,7 @@ def model_page(
 
 @inference_route("/v1/chat/completions", "chat_completions", "createChatCompletion")
 async def chat_completions(
-    request: HttpRequest, data: Annotated[ChatCompletionRequest, Body()]
+    request: StrictRequest, data: Annotated[ChatCompletionRequest, Body()]
 ) -> Response[ChatCompletion]:
     """Generate the model's next message in a conversation; server-sent events with `stream`."""
 
@@ -123,7 +124,7 @@ async def chat_completions(
 
 @inference_route("/v1/completions", "completions", "createCompletion")
 async def completions(
-    request: HttpRequest, data: Annotated[CompletionRequest, Body()]
+    request: StrictRequest, data: Annotated[CompletionRequest, Body()]
 ) -> Response[Completion]:
     """Continue a raw prompt; server-sent events with `stream`."""
     return await answer(
@@ -136,7 +137,7 @@ async def completions(
 
 @get("/v1/models", opt={"access": Access.KNOWN}, name="models", operation_id="listModels")
 async def models(
-    request: HttpRequest,
+    request: StrictRequest,
     limit: Annotated[int, QueryParameter(ge=1, le=1000)] = 20,
     after_id: Annotated[str | None, QueryParameter(max_length=512)] = None,
     before_id: Annotated[str | None, QueryParameter(max_length=512)] = None,
@@ -153,7 +154,7 @@ async def models(
 
 
 @get("/v1/models/{model_id:path}", opt={"access": Access.KNOWN}, name="model", operation_id="retrieveModel")
-async def model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> ModelCard | AnthropicModel:
+async def model(request: StrictRequest, model_id: Annotated[str, Parameter()]) -> ModelCard | AnthropicModel:
     """Return one model; ids may contain slashes."""
     wanted = model_id.removeprefix("/")
     for found in await listed_models(await RequestContext.of(request)):
@@ -169,7 +170,7 @@ async def model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> 
     name="remove_model",
     operation_id="deleteModel",
 )
-async def remove_model(request: HttpRequest, model_id: Annotated[str, Parameter()]) -> DeletedModel:
+async def remove_model(request: StrictRequest, model_id: Annotated[str, Parameter()]) -> DeletedModel:
     """Delete a model from this disk, as `llmbox rm` does; one that was adopted is only forgotten."""
     control: DaemonController = request.app.state.control
     name = model_id.removeprefix("/")
@@ -179,7 +180,7 @@ async def remove_model(request: HttpRequest, model_id: Annotated[str, Parameter(
 
 
 @inference_route("/tokenize", "tokenize", "tokenize")
-async def tokenize(request: HttpRequest, data: Annotated[TokenizeRequest, Body()]) -> Tokenized:
+async def tokenize(request: StrictRequest, data: Annotated[TokenizeRequest, Body()]) -> Tokenized:
     """Return the token ids of a text, or of a conversation as the model would see it."""
     call = await RequestContext.of(request)
     refuse_unsupported(data)
@@ -203,7 +204,7 @@ async def tokenize(request: HttpRequest, data: Annotated[TokenizeRequest, Body()
 
 
 @inference_route("/detokenize", "detokenize", "detokenize")
-async def detokenize(request: HttpRequest, data: Annotated[DetokenizeRequest, Body()]) -> Detokenized:
+async def detokenize(request: StrictRequest, data: Annotated[DetokenizeRequest, Body()]) -> Detokenized:
     """Return the text of token ids, special tokens by name."""
     call = await RequestContext.of(request)
     model = await call.find_model(data.model)
@@ -217,7 +218,7 @@ async def detokenize(request: HttpRequest, data: Annotated[DetokenizeRequest, Bo
 
 @get("/tokenizer_info", opt={"access": Access.INFER}, name="tokenizer_info", operation_id="tokenizerInfo")
 async def tokenizer_info(
-    request: HttpRequest, model: Annotated[str | None, QueryParameter(max_length=512)] = None
+    request: StrictRequest, model: Annotated[str | None, QueryParameter(max_length=512)] = None
 ) -> dict[str, Any]:
     """Return a model's `tokenizer_config.json`, with the chat template that is used."""
     call = await RequestContext.of(request)

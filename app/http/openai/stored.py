@@ -13,7 +13,8 @@ from msgspec import Struct
 from ...errors import ApiError
 from ...store.stored_answers import Kind, StoredAnswer, StoredAnswers, StoredFilter
 from ..auth.guard import Access, services_and_owner
-from .request_context import HttpRequest, RequestContext
+from ..server.request import StrictRequest
+from .request_context import RequestContext
 from .response_types import ChatCompletion
 from .sampling import invalid
 
@@ -173,7 +174,7 @@ class ChatUpdate(Struct, kw_only=True):
 
 @get("/v1/chat/completions", name="stored_chats", operation_id="listChatCompletions")
 async def stored_chats(
-    request: HttpRequest,
+    request: StrictRequest,
     after: After = None,
     limit: Limit = 20,
     order: Order = "asc",
@@ -197,7 +198,7 @@ async def stored_chats(
 
 
 @get(_PATH, name="stored_chat", operation_id="getChatCompletion")
-async def stored_chat(request: HttpRequest, completion_id: FromPath[str]) -> StoredChatCompletion:
+async def stored_chat(request: StrictRequest, completion_id: FromPath[str]) -> StoredChatCompletion:
     """Return one of the caller's stored chats."""
     result: StoredChatCompletion = _restore_answer(await _find(request, completion_id))
     return result
@@ -205,7 +206,7 @@ async def stored_chat(request: HttpRequest, completion_id: FromPath[str]) -> Sto
 
 @post(_PATH, status_code=200, name="stored_chat_update", operation_id="updateChatCompletion")
 async def update_chat(
-    request: HttpRequest, completion_id: FromPath[str], data: Annotated[ChatUpdate, Body()]
+    request: StrictRequest, completion_id: FromPath[str], data: Annotated[ChatUpdate, Body()]
 ) -> StoredChatCompletion:
     """Change the metadata of a stored chat."""
     services, owner = services_and_owner(request)
@@ -218,7 +219,7 @@ async def update_chat(
 
 
 @delete(_PATH, status_code=200, name="stored_chat_delete", operation_id="deleteChatCompletion")
-async def delete_chat(request: HttpRequest, completion_id: FromPath[str]) -> DeletedObject:
+async def delete_chat(request: StrictRequest, completion_id: FromPath[str]) -> DeletedObject:
     """Erase a stored chat; its bytes are overwritten."""
     services, owner = services_and_owner(request)
     if not await services.stored.delete("chat", owner, completion_id):
@@ -228,7 +229,7 @@ async def delete_chat(request: HttpRequest, completion_id: FromPath[str]) -> Del
 
 @get(_PATH + "/messages", name="stored_chat_messages", operation_id="getChatCompletionMessages")
 async def chat_messages(
-    request: HttpRequest,
+    request: StrictRequest,
     completion_id: FromPath[str],
     after: After = None,
     limit: Limit = 20,
@@ -240,7 +241,7 @@ async def chat_messages(
     return page_after(messages, after, limit, order)
 
 
-async def _find(request: HttpRequest, completion_id: str) -> StoredAnswer:
+async def _find(request: StrictRequest, completion_id: str) -> StoredAnswer:
     services, owner = services_and_owner(request)
     found = await services.stored.get("chat", owner, completion_id)
     if found is None:

@@ -16,7 +16,7 @@ from ...gateway.gateway import Gateway
 from ...store.stored_answers import StoredAnswer
 from ..auth.guard import Access, services_and_owner
 from ..openai.chat_messages import reasoning_tokens
-from ..openai.request_context import HttpRequest, RequestContext, answer, inference_route
+from ..openai.request_context import RequestContext, answer, inference_route
 from ..openai.sampling import invalid
 from ..openai.stored import (
     After,
@@ -29,6 +29,7 @@ from ..openai.stored import (
     page_after,
 )
 from ..openai.unsupported import refuse_unsupported
+from ..server.request import StrictRequest
 from ..server.sse import EventStreamResponse, while_connected
 from .items import InputTokens, ResponseObject, ResponseUsage, chat_messages, summary_item
 from .request_types import CompactRequest, InputTokensRequest, ResponseRequest
@@ -81,7 +82,7 @@ class ItemsCreate(Struct, kw_only=True):
 
 @post("/v1/conversations", status_code=200, name="conversation_create", operation_id="createConversation")
 async def create_conversation(
-    request: HttpRequest, data: Annotated[ConversationCreate, Body()]
+    request: StrictRequest, data: Annotated[ConversationCreate, Body()]
 ) -> Conversation:
     """Create a conversation with up to 20 items. It is stored, for its owner alone, until it is deleted or
     expires.
@@ -108,14 +109,14 @@ async def create_conversation(
 
 
 @get(_PATH, name="conversation", operation_id="getConversation")
-async def get_conversation(request: HttpRequest, conversation_id: FromPath[str]) -> Conversation:
+async def get_conversation(request: StrictRequest, conversation_id: FromPath[str]) -> Conversation:
     """Return one of the caller's conversations."""
     return _to_conversation(await _find(request, conversation_id))
 
 
 @post(_PATH, status_code=200, name="conversation_update", operation_id="updateConversation")
 async def update_conversation(
-    request: HttpRequest, conversation_id: FromPath[str], data: Annotated[ConversationUpdate, Body()]
+    request: StrictRequest, conversation_id: FromPath[str], data: Annotated[ConversationUpdate, Body()]
 ) -> Conversation:
     """Change the metadata of a conversation."""
     services, owner = services_and_owner(request)
@@ -126,7 +127,7 @@ async def update_conversation(
 
 
 @delete(_PATH, status_code=200, name="conversation_delete", operation_id="deleteConversation")
-async def delete_conversation(request: HttpRequest, conversation_id: FromPath[str]) -> DeletedObject:
+async def delete_conversation(request: StrictRequest, conversation_id: FromPath[str]) -> DeletedObject:
     """Erase a conversation with its items; the bytes are overwritten. Responses of it that were stored by
     themselves stay.
     """
@@ -138,7 +139,7 @@ async def delete_conversation(request: HttpRequest, conversation_id: FromPath[st
 
 @post(_ITEMS, status_code=200, name="conversation_items_create", operation_id="createConversationItems")
 async def create_items(
-    request: HttpRequest, conversation_id: FromPath[str], data: Annotated[ItemsCreate, Body()]
+    request: StrictRequest, conversation_id: FromPath[str], data: Annotated[ItemsCreate, Body()]
 ) -> StoredPage:
     """Add up to 20 items at the end of a conversation."""
     services, owner = services_and_owner(request)
@@ -155,7 +156,7 @@ async def create_items(
 
 @get(_ITEMS, name="conversation_items", operation_id="listConversationItems")
 async def list_items(
-    request: HttpRequest,
+    request: StrictRequest,
     conversation_id: FromPath[str],
     after: After = None,
     limit: Limit = 20,
@@ -168,7 +169,7 @@ async def list_items(
 
 @get(_ITEM, name="conversation_item", operation_id="getConversationItem")
 async def get_item(
-    request: HttpRequest, conversation_id: FromPath[str], item_id: FromPath[str]
+    request: StrictRequest, conversation_id: FromPath[str], item_id: FromPath[str]
 ) -> dict[str, Any]:
     """Return one item of a conversation."""
     found = await _find(request, conversation_id)
@@ -181,7 +182,7 @@ async def get_item(
 
 @delete(_ITEM, status_code=200, name="conversation_item_delete", operation_id="deleteConversationItem")
 async def delete_item(
-    request: HttpRequest, conversation_id: FromPath[str], item_id: FromPath[str]
+    request: StrictRequest, conversation_id: FromPath[str], item_id: FromPath[str]
 ) -> Conversation:
     """Erase one item of a conversation; its bytes are overwritten."""
     services, owner = services_and_owner(request)
@@ -209,7 +210,7 @@ def _require_room(put: bool) -> None:
         )
 
 
-async def _find(request: HttpRequest, id_: str) -> StoredAnswer:
+async def _find(request: StrictRequest, id_: str) -> StoredAnswer:
     services, owner = services_and_owner(request)
     return await find_conversation(services, owner, id_, _PARAM)
 
@@ -310,7 +311,7 @@ def _with_ids(items: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
 
 @inference_route("/v1/responses", "responses", "createResponse")
 async def responses(
-    request: HttpRequest, data: Annotated[ResponseRequest, Body()]
+    request: StrictRequest, data: Annotated[ResponseRequest, Body()]
 ) -> Response[ResponseObject]:
     """Generate the model's next turn as items; server-sent events with `stream`. Stored with `store: true`
     only.
@@ -330,7 +331,7 @@ async def responses(
 
 
 @inference_route("/v1/responses/input_tokens", "response_input_tokens", "countInputTokens")
-async def input_tokens(request: HttpRequest, data: Annotated[InputTokensRequest, Body()]) -> InputTokens:
+async def input_tokens(request: StrictRequest, data: Annotated[InputTokensRequest, Body()]) -> InputTokens:
     """Count the tokens that the prompt of such a request would have."""
     call = await RequestContext.of(request)
     with call.recording_refusals():
@@ -339,7 +340,7 @@ async def input_tokens(request: HttpRequest, data: Annotated[InputTokensRequest,
 
 @inference_route("/v1/responses/compact", "response_compact", "compactResponse")
 async def compact(
-    request: HttpRequest, data: Annotated[CompactRequest, Body()]
+    request: StrictRequest, data: Annotated[CompactRequest, Body()]
 ) -> Response[CompactedResponse]:
     """Return a shorter conversation: the user's messages, and a summary of the rest that the model writes."""
     return await answer(

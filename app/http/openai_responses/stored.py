@@ -15,7 +15,7 @@ from ...gateway.open_request import OpenRequest
 from ...services import Services
 from ...store.stored_answers import StoredAnswer
 from ..auth.guard import Access, services_and_owner
-from ..openai.request_context import HttpRequest, RequestContext
+from ..openai.request_context import RequestContext
 from ..openai.sampling import invalid
 from ..openai.stored import (
     After,
@@ -27,6 +27,7 @@ from ..openai.stored import (
     not_found,
     page_after,
 )
+from ..server.request import StrictRequest
 from ..server.sse import EventStreamResponse, SseOptions
 from .items import ResponseObject
 from .request_types import ResponseRequest
@@ -169,7 +170,7 @@ _LOST = "The daemon stopped before this response had ended, or its end could not
 
 @get(_PATH, name="stored_response", operation_id="getResponse")
 async def stored_response(
-    request: HttpRequest,
+    request: StrictRequest,
     response_id: FromPath[str],
     stream: Annotated[bool, QueryParameter(description="As server-sent events.")] = False,
     starting_after: Annotated[
@@ -191,7 +192,7 @@ async def stored_response(
 
 
 @post(_PATH + "/cancel", status_code=200, name="stored_response_cancel", operation_id="cancelResponse")
-async def cancel_response(request: HttpRequest, response_id: FromPath[str]) -> Response[ResponseObject]:
+async def cancel_response(request: StrictRequest, response_id: FromPath[str]) -> Response[ResponseObject]:
     """Cancel a background response; the output that it already has stays."""
     services, owner = services_and_owner(request)
     await services.background.cancel((owner, response_id))
@@ -208,7 +209,7 @@ async def cancel_response(request: HttpRequest, response_id: FromPath[str]) -> R
 
 
 @delete(_PATH, status_code=200, name="stored_response_delete", operation_id="deleteResponse")
-async def delete_response(request: HttpRequest, response_id: FromPath[str]) -> DeletedObject:
+async def delete_response(request: StrictRequest, response_id: FromPath[str]) -> DeletedObject:
     """Erase a response; its bytes are overwritten. One that is being generated is cancelled first."""
     services, owner = services_and_owner(request)
     await services.background.cancel((owner, response_id))
@@ -219,7 +220,7 @@ async def delete_response(request: HttpRequest, response_id: FromPath[str]) -> D
 
 @get(_PATH + "/input_items", name="stored_input_items", operation_id="listInputItems")
 async def input_items(
-    request: HttpRequest,
+    request: StrictRequest,
     response_id: FromPath[str],
     after: After = None,
     limit: Limit = 20,
