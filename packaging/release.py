@@ -52,10 +52,11 @@ CROSS_COMPILERS = {"aarch64": "aarch64-linux-gnu-g++"}
 """Compilers of the kernels in wheels for other machines."""
 
 
-def build_release(out: Path, python: Path, extra: Iterable[str] = ()) -> list[Path]:
+def build_release(out: Path, python: Path, homepage: str = "", extra: Iterable[str] = ()) -> list[Path]:
     """Build everything into `out`. Returns its files.
 
     python: the system's interpreter that the packages will run on.
+    homepage: address that the packages name; empty: none.
     extra: arguments for pip, such as `--no-deps`.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,7 @@ def build_release(out: Path, python: Path, extra: Iterable[str] = ()) -> list[Pa
         make_shared_files(stage / "share")
         _pack_man_pages(stage / "share" / "man", out / f"llmbox-{__version__}-man.tar.gz")
         for kind in ("deb", "rpm"):
-            make_package(kind, stage, python_version(python), out)
+            make_package(kind, stage, python_version(python), out, homepage)
         make_bill_of_materials(stage, out / f"llmbox-{__version__}.cdx.json")
     return [*_files(out), write_checksums(out)]
 
@@ -132,7 +133,7 @@ def make_environment(stage: Path, wheel: Path, python: Path, extra: Iterable[str
 
 
 def make_shared_files(share: Path) -> None:
-    """Write man pages, completions and the license as they lie under /usr/share."""
+    """Write man pages, completions, the license and the changes as they lie under /usr/share."""
     for page in write_pages(share / "man" / "man1"):
         page.with_name(f"{page.name}.gz").write_bytes(gzip.compress(page.read_bytes(), mtime=0))
         page.unlink()
@@ -140,16 +141,19 @@ def make_shared_files(share: Path) -> None:
         path = share / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_run(sys.executable, "-P", "-m", "llmbox", "completion", shell))
-    license_file = share / "doc" / "llmbox" / "copyright"
-    license_file.parent.mkdir(parents=True)
-    shutil.copyfile(ROOT / "LICENSE", license_file)
+    texts = share / "doc" / "llmbox"
+    texts.mkdir(parents=True)
+    shutil.copyfile(ROOT / "LICENSE", texts / "copyright")
+    shutil.copyfile(ROOT / "README.md", texts / "README.md")
+    (texts / "changelog.gz").write_bytes(gzip.compress((ROOT / "CHANGELOG.md").read_bytes(), mtime=0))
 
 
-def make_package(kind: str, stage: Path, version: tuple[int, int], out: Path) -> None:
+def make_package(kind: str, stage: Path, version: tuple[int, int], out: Path, homepage: str = "") -> None:
     """Build the package of `kind` (deb or rpm) with nfpm."""
     major, minor = version
     variables = {
         "ARCH": ARCHITECTURES[platform.machine()],
+        "HOMEPAGE": homepage,
         "LINUX": str(LINUX),
         "NEXT_PYTHON": f"{major}.{minor + 1}",
         "PYTHON": f"{major}.{minor}",
@@ -219,8 +223,9 @@ def main() -> None:
     parser.add_argument(
         "--python", type=Path, default=Path("/usr/bin/python3"), help="interpreter that the packages run on"
     )
+    parser.add_argument("--homepage", default="", metavar="URL", help="address that the packages name")
     options = parser.parse_args()
-    for path in build_release(options.out.resolve(), options.python):
+    for path in build_release(options.out.resolve(), options.python, options.homepage):
         print(f"{path.stat().st_size:>12,}  {path.name}")
 
 

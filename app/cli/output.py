@@ -18,6 +18,9 @@ import click
 from ..errors import CliError, Exit
 from ..util.formatting import printable
 
+_GAP = 2
+_LEAST = 12
+"""Characters that a shortened column keeps."""
 PLAIN_INTERVAL = 5.0
 """Seconds between progress lines without a live terminal."""
 
@@ -102,22 +105,43 @@ def print_error(error: CliError) -> None:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> None:
-    """Print aligned columns, lines cut to the terminal's width. `right` are indexes of
-    right-aligned columns.
+    """Print aligned columns. Where the terminal is too narrow, long texts lose their middle, then lines are
+    cut. `right` are indexes of right-aligned columns, which are never shortened.
     """
     cells = [[printable(str(cell)) for cell in row] for row in rows]
     sizes = [max(len(line[index]) for line in [list(headers), *cells]) for index in range(len(headers))]
     limit = width()
+    sizes = narrow_columns(sizes, limit, fixed=right)
     shown = []
     for number, line in enumerate([list(headers), *cells]):
         padded = [
-            cell.rjust(size) if index in right else cell.ljust(size)
+            cell.rjust(size) if index in right else elide(cell, size).ljust(size)
             for index, (cell, size) in enumerate(zip(line, sizes, strict=True))
         ]
         text = "  ".join(padded).rstrip()
         text = text if len(text) <= limit else text[: limit - 1] + "…"
         shown.append(bold(text) if number == 0 else text)
     write_lines(shown)
+
+
+def narrow_columns(sizes: Sequence[int], limit: int, *, fixed: Sequence[int] = ()) -> list[int]:
+    """Take the characters that are too many for a line off the widest columns, down to `_LEAST` each."""
+    result = list(sizes)
+    over = sum(result) + _GAP * (len(result) - 1) - limit
+    for _ in range(max(0, over)):
+        widest = max((i for i in range(len(result)) if i not in fixed), key=result.__getitem__, default=None)
+        if widest is None or result[widest] <= _LEAST:
+            break
+        result[widest] -= 1
+    return result
+
+
+def elide(text: str, size: int) -> str:
+    """Return text of at most `size` characters: ids and paths of one kind differ at their ends."""
+    if len(text) <= size:
+        return text
+    tail = (size - 1) // 2
+    return f"{text[: size - 1 - tail]}…{text[len(text) - tail :]}"
 
 
 class ProgressLine:

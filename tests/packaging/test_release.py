@@ -73,17 +73,21 @@ def test_lines_of_a_man_page_are_no_requests_by_accident(release):
 
 
 def test_a_deb_holds_the_program_its_pages_and_completions(release, stage, tmp_path):
-    release.make_package("deb", stage, release.python_version(SYSTEM_PYTHON), tmp_path)
+    home = "https://llmbox.example"
+    release.make_package("deb", stage, release.python_version(SYSTEM_PYTHON), tmp_path, home)
     (package,) = tmp_path.glob("*.deb")
     assert __version__ in package.name
     if shutil.which("dpkg-deb") is None:
         pytest.skip("dpkg-deb is not installed")
     major, minor = release.python_version(SYSTEM_PYTHON)
-    assert f"python3 (<< {major}.{minor + 1}~)" in run("dpkg-deb", "--field", package, "Depends")
+    needs = run("dpkg-deb", "--field", package, "Depends").strip().split(", ")
+    assert {f"python3 (<< {major}.{minor + 1}~)", "libc6", "libstdc++6"} <= {*needs}
+    assert run("dpkg-deb", "--field", package, "Homepage").strip() == home
     run("dpkg-deb", "--raw-extract", package, tmp_path / "root")
     root = tmp_path / "root"
     assert (root / "usr/bin/llmbox").readlink() == Path("/opt/llmbox/bin/llmbox")
     assert (root / "usr/share/man/man1/llmbox-pull.1.gz").is_file()
+    assert (root / "usr/share/doc/llmbox/changelog.gz").is_file()
     assert "_LLMBOX_COMPLETE" in (root / "usr/share/bash-completion/completions/llmbox").read_text()
     assert "remove" in (root / "DEBIAN/prerm").read_text()
     # Dependencies are ours here; the program and its interpreter are the package's.

@@ -226,6 +226,7 @@ class SinceParam(click.ParamType[float]):
     help="Only requests newer than this, such as 90s, 15m, 2h or 7d.",
 )
 @click.option(
+    "-n",
     "--limit",
     metavar="N",
     type=click.IntRange(1, 1000),

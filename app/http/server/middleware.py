@@ -278,6 +278,8 @@ class _RequestScope:
 
     def _with_own(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         names = {name.lower() for name, _ in headers}
+        if b"allow" in names:
+            headers = [(k, complete_methods(v) if k.lower() == b"allow" else v) for k, v in headers]
         took = int((time.perf_counter() - self._began) * 1000)
         headers += [(b"x-request-id", self.request_id), (b"openai-processing-ms", b"%d" % took)]
         if any(name == b"content-type" and value.startswith(b"text/html") for name, value in headers):
@@ -291,6 +293,12 @@ class _RequestScope:
         if self._drain.draining:
             headers.append((b"connection", b"close"))
         return headers
+
+
+def complete_methods(allow: bytes) -> bytes:
+    """Return an Allow header with the methods that every route has: OPTIONS, and HEAD wherever GET is."""
+    methods = {method.strip() for method in allow.split(b",")} | {b"OPTIONS"}
+    return b", ".join(sorted(methods | ({b"HEAD"} if b"GET" in methods else set())))
 
 
 def is_packable(headers: Iterable[Header]) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from urllib.parse import parse_qsl
@@ -12,6 +13,7 @@ from litestar import Request
 from litestar.connection import ASGIConnection
 from litestar.datastructures import State
 from litestar.types import Scope
+from msgspec import inspect
 
 from ...errors import ApiError
 
@@ -28,6 +30,9 @@ _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}:,'))
 _OPENING = frozenset(b"[{")
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$(?P<path>.*)`$", re.DOTALL)
+_STEP = re.compile(r"([^.\[\]]+)|(\[[^\]]*\])")
+_MOST_NAMED = 30
+"""Longest list of permitted values that an error names."""
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 
 
@@ -63,15 +68,15 @@ def decode(body: bytes, kind: type[T], max_depth: int = 32) -> tuple[T, Any]:
     try:
         typed: T = _decoder(cast("Any", kind)).decode(body)
     except msgspec.ValidationError as error:
-        raise invalid(str(error)) from None
+        raise invalid(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         raise _malformed("it cannot be decoded") from None
     return typed, plain
 
 
-def invalid(message: str) -> ApiError:
+def invalid(message: str, kind: Any = Any) -> ApiError:
     """Build the error for msgspec's validation message, with `param` as a path such as
-    `messages[0].content`.
+    `messages[0].content`. Where a field of `kind` takes some values alone, the message lists them.
     """
     place = _PLACE.search(message)
     param = place["path"].lstrip(".").removesuffix("[...]") if place else ""
@@ -82,7 +87,52 @@ def invalid(message: str) -> ApiError:
     text = text.replace("`", "")
     where = f"'{param}'" if param else "the body"
     code = "invalid_type" if ", got " in text else "invalid_value"
+    if text.startswith(("Invalid value ", "Invalid enum value ")):
+        text += name_permitted(kind, place["path"] if place else "")
     return ApiError(400, f"Invalid value for {where}: {text[:1].lower()}{text[1:]}.", code, param or None)
+
+
+def name_permitted(kind: Any, path: str = "") -> str:
+    """Return `; it must be 'a' or 'b'` for the field at `path` of `kind`; empty if any value may do."""
+    kinds = _alternatives(_type_info(kind))
+    for name, _ in _STEP.findall(path):
+        kinds = [inner for each in kinds for inner in _inside(each, name)]
+    words = dict.fromkeys(repr(value) for each in kinds for value in _listed(each))
+    if not words or len(words) > _MOST_NAMED:
+        return ""
+    *first, last = words
+    return f"; it must be {', '.join(first)} or {last}" if first else f"; it must be {last}"
+
+
+def _alternatives(kind: inspect.Type) -> list[inspect.Type]:
+    """List the types of a union; of another type, itself."""
+    return list(kind.types) if isinstance(kind, inspect.UnionType) else [kind]
+
+
+def _inside(kind: inspect.Type, name: str) -> list[inspect.Type]:
+    """List the types of a field of an object, or of the elements of an array (an empty `name`)."""
+    match kind:
+        case inspect.StructType() if name and name == kind.tag_field:
+            return [inspect.LiteralType((kind.tag,))]
+        case inspect.StructType() | inspect.TypedDictType():
+            found = (each for each in kind.fields if each.encode_name == name)
+            return [inner for each in found for inner in _alternatives(each.type)]
+        case inspect.DictType():
+            return _alternatives(kind.value_type)
+        case inspect.ListType() | inspect.VarTupleType() | inspect.SetType() if not name:
+            return _alternatives(kind.item_type)
+    return []
+
+
+def _listed(kind: inspect.Type) -> Sequence[Any]:
+    if isinstance(kind, inspect.EnumType):
+        return [each.value for each in kind.cls]
+    return kind.values if isinstance(kind, inspect.LiteralType) else ()
+
+
+@cache
+def _type_info(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
 
 
 @cache

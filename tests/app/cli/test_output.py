@@ -32,6 +32,17 @@ def test_tables_align_and_are_cut_to_columns(capsys: pytest.CaptureFixture[str],
     assert lines[2].startswith("b" * 30)
 
 
+def test_long_texts_lose_their_middle_before_columns_are_cut(capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    output.table(("ID", "KEY", "N"), [("chatcmpl-0123456789abcdef-0042", "shop", 1234567)], right=(2,))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("N")
+    assert "…" in lines[1]
+    assert lines[1].startswith("chatcmpl-")
+    assert lines[1].endswith("-0042  shop  1234567")
+    assert len(lines[1]) == 40
+
+
 def test_json_is_one_line_with_a_schema(capsys: pytest.CaptureFixture[str]):
     output.write_json("thing", {"a": "ü\x1b"})
     text = capsys.readouterr().out

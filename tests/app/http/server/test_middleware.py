@@ -254,10 +254,12 @@ async def test_a_panic_is_an_error_like_others(caplog: pytest.LogCaptureFixture)
     assert "Panic" in caplog.text
 
 
-async def test_405_names_the_methods() -> None:
+@pytest.mark.parametrize(("path", "methods"), [("/echo", "OPTIONS, POST"), ("/health", "GET, HEAD, OPTIONS")])
+async def test_405_and_options_name_the_same_methods(path: str, methods: str) -> None:
     async with client(make_app([echo])) as http:
-        assert "POST" in (await http.get("/echo")).headers["allow"]
-        assert "POST" in (await http.options("/echo")).headers["allow"]
+        refused = await http.patch(path)
+        assert refused.status_code == 405
+        assert refused.headers["allow"] == (await http.options(path)).headers["allow"] == methods
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/ready", "/version", "/metrics", "/openapi.json"])

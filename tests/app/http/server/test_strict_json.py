@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -19,6 +19,21 @@ class Body(msgspec.Struct):
     temperature: float | None = None
     n: int = 1
     bias: dict[str, float] = {}
+
+
+class Text(msgspec.Struct, tag_field="type", tag="text"):
+    text: str = ""
+
+
+class Picture(msgspec.Struct, tag_field="type", tag="image_url"):
+    detail: Literal["low", "high"] = "low"
+
+
+class Chosen(msgspec.Struct):
+    effort: Literal["low", "high"] | None = None
+    choice: Literal["none", "auto"] | Text = "auto"
+    parts: list[Text | Picture] = []
+    by_name: dict[str, Literal["only"]] = {}
 
 
 def refusal(body: bytes, kind: Any = Body) -> ApiError:
@@ -174,3 +189,20 @@ def test_what_json_can_say_is_read_back(value: Any) -> None:
     except UnicodeEncodeError:
         return
     assert load(body) == value
+
+
+@pytest.mark.parametrize(
+    ("body", "permitted"),
+    [
+        (b'{"effort": "x"}', "it must be 'high' or 'low'"),
+        (b'{"choice": "x"}', "it must be 'auto' or 'none'"),
+        (b'{"choice": {"type": "x"}}', "it must be 'text'"),
+        (b'{"parts": [{"type": "x"}]}', "it must be 'text' or 'image_url'"),
+        (b'{"parts": [{"type": "image_url", "detail": "x"}]}', "it must be 'high' or 'low'"),
+        (b'{"by_name": {"a": "x"}}', "it must be 'only'"),
+    ],
+)
+def test_the_error_of_a_wrong_value_lists_the_permitted_ones(body: bytes, permitted: str):
+    error = refusal(body, Chosen)
+    assert error.code == "invalid_value"
+    assert error.message.endswith(f"'x'; {permitted}."), error.message
