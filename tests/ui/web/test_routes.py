@@ -9,6 +9,7 @@ from llmbox.app.http.admin import admin_router
 from llmbox.app.http.auth.sign_in_routes import sign_in_routes
 from llmbox.app.http.common_routes import common_routes
 from llmbox.app.http.openai import openai_router
+from llmbox.app.http.server.request import StrictRequest
 from llmbox.ui.web import panel_routes
 
 
@@ -17,5 +18,7 @@ def test_no_route_is_written_in_a_way_that_goes_away():
         warnings.simplefilter("error", LitestarWarning)
         warnings.simplefilter("error", DeprecationWarning)
         Litestar(
-            [admin_router, openai_router, *common_routes, *sign_in_routes, *panel_routes], openapi_config=None
+            [admin_router, openai_router, *common_routes, *sign_in_routes, *panel_routes],
+            openapi_config=None,
+            request_class=StrictRequest,
         )
