@@ -113,7 +113,11 @@ def opt_positions(fields: Fields) -> int:
 
 def stablelm_variant(fields: Fields) -> dict[str, Any]:
     is_parallel = fields.flag("use_parallel_residual", default=False)
-    return {"block": "parallel_biased" if is_parallel else "layer_norm"}
+    is_stacked = fields.flag("qk_layernorm_stacked", default=False)
+    return {
+        "block": "parallel_biased" if is_parallel else "layer_norm",
+        "qk_norm": "layer" if is_stacked else "layer_by_head",
+    }
 
 
 def refuse_options(**usual: object) -> Callable[[Fields], None]:
@@ -342,7 +346,6 @@ GPT_FAMILIES: dict[str, Architecture] = {
         model_type="stablelm",
         defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "attention_out_bias": False},
         attention_bias=True,
-        qk_norm="layer_by_head",
         qk_norm_flag="qk_layernorm",
         ropes=partial_rope,
         variant=stablelm_variant,
