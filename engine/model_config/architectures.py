@@ -339,6 +339,7 @@ MISSING: dict[str, str] = {
     "GlmMoeDsaForCausalLM": _INDEXER,
     "HYV4ForCausalLM": f"{_INDEXER}, and hyper-connections",
     "JambaForCausalLM": _MAMBA_1,
+    "Kolibri1ForCausalLM": "a router whose correction is added to logits",
     "LagunaForCausalLM": "gates by softplus, and layers with different numbers of heads",
     "LongcatFlashForCausalLM": "layers with attention twice, and experts that return their input",
     "MiMoV2FlashForCausalLM": "values narrower than keys",

@@ -290,8 +290,6 @@ SIBLINGS: dict[str, dict[str, Any]] = {
         "logits_scaling": 0.5,
     },
     "jais2": {"tie_word_embeddings": True},
-    "kolibri1": MOE
-    | {"intermediate_size": LEFT_OUT, "shared_expert_intermediate_size": 48, "sliding_window": 19},
     "mellum": MOE
     | {
         "num_hidden_layers": 3,

@@ -1,4 +1,4 @@
-"""Llama 4, Mistral 4, AFMoE, OLMo 2, MiniCPM 3, Kolibri and Phi-MoE: defaults, rules and entries of
+"""Llama 4, Mistral 4, AFMoE, OLMo 2, MiniCPM 3 and Phi-MoE: defaults, rules and entries of
 `architectures.py`.
 """
 
@@ -203,17 +203,6 @@ def refuse_clipping(fields: Fields) -> None:
         raise fields.error("clip_qkv is not supported")
 
 
-def kolibri1_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read a router of sigmoids, whose correction is added to logits of the same order, beside a shared
-    expert.
-    """
-    found = afmoe_experts(fields, layers)
-    inner = fields.integer("shared_expert_intermediate_size", 0)
-    return found and replace(
-        found, router="gate", correction="moe.router.expert_bias", shared="shared_expert", shared_inner=inner
-    )
-
-
 def minicpm3_sizes(fields: Fields) -> dict[str, Any]:
     usual = fields.integer("hidden_size") // fields.integer("num_attention_heads") or 1
     value = fields.integer("v_head_dim", usual)
@@ -335,32 +324,6 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         },
         own_code="modeling_afmoe.AfmoeForCausalLM",
         refuse=refuse_other_afmoe,
-    ),
-    "Kolibri1ForCausalLM": Architecture(
-        model_type="kolibri1",
-        defaults={
-            "rope_theta": 1e6,
-            "intermediate_size": 1,
-            "sliding_window": 513,
-            "sliding_window_pattern": 5,
-            "num_experts": 384,
-            "num_experts_per_tok": 6,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "first_k_dense_replace": 0,
-        },
-        head_dim=128,
-        qk_norm="heads",
-        block="sandwich",
-        windows=exaone4_windows,
-        ropes=rope_of_sliding_layers,
-        experts=kolibri1_experts,
-        aliases={"n_routed_experts": "num_experts"},
-        names={
-            "post_attention_layernorm": "post_attn_norm",
-            "pre_feedforward_layernorm": "post_attention_layernorm",
-            "post_feedforward_layernorm": "post_ffn_norm",
-        },
     ),
     "MiniCPM3ForCausalLM": Architecture(
         model_type="minicpm3",
