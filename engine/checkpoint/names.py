@@ -73,13 +73,27 @@ _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
         ".ln_2.": ".post_attention_layernorm.",
         ".attn.c_attn.": ".self_attn.qkv_proj.",
         ".attn.c_proj.": ".self_attn.o_proj.",
+        ".attn.attention.": ".attn.",
+        **{f".attn.{part}_proj.": f".self_attn.{part}_proj." for part in "qkv"},
+        ".attn.out_proj.": ".self_attn.o_proj.",
         ".c_fc.": ".up_proj.",
         ".c_proj.": ".down_proj.",
+        ".fc_in.": ".up_proj.",
+        ".fc_out.": ".down_proj.",
+    },
+    "model.decoder.embed_tokens.weight": {
+        "model.decoder.final_layer_norm.": "model.norm.",
+        "model.decoder.": "model.",
+        ".self_attn_layer_norm.": ".input_layernorm.",
+        ".final_layer_norm.": ".post_attention_layernorm.",
+        ".out_proj.": ".o_proj.",
+        ".fc1.": ".mlp.up_proj.",
+        ".fc2.": ".mlp.down_proj.",
     },
 }
-"""The same for GPT-NeoX, Falcon and GPT-2, by the name of their embedding (`_GPT2`)."""
+"""The same for GPT-NeoX, Falcon, the GPT-2 family (`_GPT2`) and OPT, by the name of their embedding."""
 _GPT2: Final = "transformer.", "wte.weight"
-"""Prefix that some checkpoints of GPT-2 have, and its embedding. Their linears are stored inputs first."""
+"""Prefix that some checkpoints have, and the embedding of GPT-2, GPT-Neo, GPT-J and GPTBigCode."""
 _OF_OTHER_SPELLING = ("backbone.embeddings.weight", "model.embeddings.weight", ".attention_layer_norm.weight")
 
 
@@ -101,10 +115,7 @@ def full_names(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         entries = renamed(entries, lambda name: name.removeprefix(prefix))
     for sign, parts in _SPELLED_BY.items():
         if sign in entries:
-            found = renamed(entries, partial(respelled, parts))
-            return (
-                {name: inputs_first(name, each) for name, each in found.items()} if sign == table else found
-            )
+            return inputs_first(renamed(entries, partial(respelled, parts)))
     if f"{_INSIDE}{_TABLE}" in entries or _TABLE not in entries:
         return dict(entries)
     return {
@@ -112,11 +123,19 @@ def full_names(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     }
 
 
-def inputs_first(name: str, entry: TensorEntry) -> TensorEntry:
-    """Return the entry of a linear whose matrix is stored as [inputs, outputs]; others as they are."""
-    if not name.endswith("_proj.weight") or len(entry.shape) != 2:
-        return entry
-    return replace(entry, shape=entry.shape[::-1], is_transposed=True)
+def inputs_first(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return entries with the linears of a GPT-2 as [outputs, inputs]: its stack of queries,
+    keys and values shows that inputs come first. Others are returned as they are.
+    """
+    stack = entries.get("model.layers.0.self_attn.qkv_proj.weight")
+    if stack is None or len(stack.shape) != 2 or stack.shape[0] >= stack.shape[1]:
+        return dict(entries)
+    return {
+        name: replace(entry, shape=entry.shape[::-1], is_transposed=True)
+        if name.endswith("_proj.weight") and len(entry.shape) == 2
+        else entry
+        for name, entry in entries.items()
+    }
 
 
 def language_part(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -145,6 +164,24 @@ def nemotron_h_name(name: str) -> str:
         if part.startswith("backbone.") and name.startswith(usual):
             return part + name.removeprefix(usual)
     return name
+
+
+def names_in_files(entries: Mapping[str, TensorEntry]) -> Callable[[str], str]:
+    """Return the function from a tensor's name to the one in the files of a text-only checkpoint, also for
+    the parts of a quantized linear. Names stay where files have another order of rows and columns.
+    """
+    stays = any(
+        each.is_transposed or each.name.startswith((*_LANGUAGE, *VISION)) for each in entries.values()
+    )
+
+    def name_in_files(name: str) -> str:
+        module, _, part = name.rpartition(".")
+        entry = entries.get(name) or entries.get(f"{module}.weight")
+        if stays or entry is None:
+            return name
+        return f"{entry.name.rpartition('.')[0]}.{part}"
+
+    return name_in_files
 
 
 def renamed(entries: Mapping[str, TensorEntry], name_of: Callable[[str], str]) -> dict[str, TensorEntry]:

@@ -48,6 +48,7 @@ from .mixed_layers import (
     lfm2_moe_fields,
     mamba2_fields,
     nemotron_h_fields,
+    stablelm_fields,
 )
 from .names import (
     BERT,
@@ -172,6 +173,8 @@ ARCHITECTURES: Final = {
     "gptneox": replace(_GPT, name="GPTNeoXForCausalLM", is_partial=True, fields=gpt_neox_fields),
     "falcon": replace(_GPT, name="FalconForCausalLM", layer=FALCON, fields=falcon_fields),
     "phi2": replace(_GPT, name="PhiForCausalLM", activation="gelu_new", is_partial=True),
+    "stablelm": GgufArchitecture(name="StableLmForCausalLM", is_partial=True, fields=stablelm_fields),
+    "starcoder": replace(_GPT, name="GPTBigCodeForCausalLM", activation="gelu_new"),
     "starcoder2": replace(_GPT, activation="gelu_new"),
     "gemma": _GEMMA,
     "gemma2": replace(_GEMMA, name="Gemma2ForCausalLM", layer=SANDWICH),

@@ -240,6 +240,7 @@ def cohere_fields(gguf: GgufFile, config: Config) -> Config:
     return windows_by_type(gguf, config) | {
         "layer_norm_eps": eps,
         "logit_scale": gguf.number("logit_scale", 1.0),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in gguf.tensors,
     }
 
 

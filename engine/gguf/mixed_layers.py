@@ -19,6 +19,20 @@ from .families import (
 from .reader import GgufFile
 
 
+def stablelm_fields(gguf: GgufFile, config: Config) -> Config:
+    """Return what tells the models of StableLM apart: attention and MLP side by side in the 12B, whose
+    LayerNorms of heads are one tensor.
+    """
+    has_norms = "blk.0.attn_q_norm.weight" in gguf.tensors
+    return {
+        "layer_norm_eps": gguf.number("attention.layer_norm_epsilon", 1e-5),
+        "use_qkv_bias": config["attention_bias"],
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in gguf.tensors,
+        "qk_layernorm": has_norms,
+        "qk_layernorm_stacked": has_norms,
+    }
+
+
 def gemma_fields(gguf: GgufFile, config: Config) -> Config:
     """Add values that Gemma files omit: equal for all models of a generation except its largest."""
     largest = {"gemma2": 46, "gemma3": 62}.get(gguf.architecture) == config["num_hidden_layers"]

@@ -41,6 +41,8 @@ LAYER: Final[Names] = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_layernorm.norms": "attn_q_norm",
+    "self_attn.k_layernorm.norms": "attn_k_norm",
     "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
     "self_attn.sinks": "attn_sinks.weight",

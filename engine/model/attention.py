@@ -241,6 +241,46 @@ class FullWidthQKNormAttention(Attention):
         return q_TQ.view(tokens, -1, self.head_dim), k_TK.view(tokens, -1, self.head_dim)
 
 
+class HeadLayerNormAttention(Attention):
+    """Attention whose QK-norm is a LayerNorm of each head, with weights of its own and no bias (Cohere,
+    StableLM): a linear takes the mean off, and an RMS norm does the rest.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
+        super().__init__(config, layer, weights, ops)
+        width, heads = self.head_dim, self.rank.part(config.num_heads)
+        kv_heads = self.rank.layout.kv_heads(config.num_kv_heads)
+        norms = [
+            self._read(config, weights, "q_norm", heads),
+            self._read(config, weights, "k_norm", kv_heads),
+        ]
+        self.norm_nD = torch.cat(norms)
+        if self._order is not None:
+            self.norm_nD = self.norm_nD[:, list(self._order)]
+        # D I - 1 over a power of two: bfloat16 has these numbers exactly, and norms do not see the factor.
+        power = 1 << (width - 1).bit_length()
+        center_DD = (width * torch.eye(width) - 1) / power
+        packed = ops.pack_router(center_DD.to(weights.device, weights.dtype), None)
+        self.center = ops.stack_heads([packed] * len(self.norm_nD))
+        self.eps *= (width / power) ** 2
+
+    def _read(self, config: ModelConfig, weights: Weights, name: str, heads: ShardSlice) -> Tensor:
+        if config.qk_norm == "layer":
+            whole = weights.floats(f"{name}.weight", heads.total, self.head_dim)
+        else:
+            each = [weights.floats(f"{name}.{head}.weight", self.head_dim) for head in range(heads.total)]
+            whole = torch.stack(each)
+        return whole[heads.start : heads.stop].to(weights.dtype)
+
+    def _rotate_and_write_kv(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
+        assert self.norm_nD is not None
+        ops, rotated = self.ops, self.heads + self.kv_heads
+        qk_TnD = ops.rms_norm(ops.linear_by_head(self.center, qkv[:, :rotated]), self.norm_nD, self.eps)
+        qk_TnD = ops.rotary(qk_TnD, *self._angles(forward, self.rope))
+        ops.write_kv(*self._cache(forward), qk_TnD[:, self.heads :], qkv[:, rotated:], plan)
+        return qk_TnD[:, : self.heads]
+
+
 class LatentAttention:
     """MLA (DeepSeek-AI, "DeepSeek-V2", 2024): the cache holds one latent vector and one rotated key
     for a token, whatever the heads.

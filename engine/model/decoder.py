@@ -47,7 +47,9 @@ class TokenEmbedding:
         self._positions_T: Tensor | None = None
         if config.position_rows and self.rank.layout.is_first:
             shape = config.position_rows, config.hidden_size
-            self.positions_PE = weights.floats("model.embed_positions.weight", *shape).to(weights.dtype)
+            table_PE = weights.floats("model.embed_positions.weight", *shape).to(weights.dtype)
+            # The first rows of OPT's table stand for padding.
+            self.positions_PE = table_PE[-config.max_position_embeddings :]
 
     def place(self, layout: BatchLayout | None) -> None:
         """Take the positions of the rows that are looked up next."""
@@ -155,6 +157,7 @@ class Decoder:
         here = self.rank.layout.layers(config.num_layers)
         for i in set(range(config.num_layers + config.extra_layers)) - set(here):
             weights.skip(f"model.layers.{i}.")
+        weights.skip("model.mtp_layers.")  # of a MiMo
         weights.skip("mtp.")  # `draft_heads.py` reads it from a source of its own
         if not self._has_table:
             weights.skip("model.embed_tokens.weight")

@@ -8,12 +8,12 @@ from functools import partial
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import Quant
 
-from ..model_config.architecture import BlockKind
+from ..model_config.architecture import BlockKind, QKNorm
 from ..model_config.config import ModelConfig
 from ..model_config.recurrent.config import RecurrentKind
 from ..weights.adapters import AdapterLayers
 from ..weights.source import Weights, WeightSource
-from .attention import Attention, FullWidthQKNormAttention, LatentAttention
+from .attention import Attention, FullWidthQKNormAttention, HeadLayerNormAttention, LatentAttention
 from .blocks import (
     MLP,
     DecoderBlock,
@@ -42,6 +42,12 @@ BLOCKS: dict[BlockKind, _Block] = {
     "parallel_biased": ParallelBlock,
     "parallel_norms": ParallelNormsBlock,
 }
+QK_NORMS: dict[QKNorm | None, type[Attention]] = {
+    "width": FullWidthQKNormAttention,
+    "layer": HeadLayerNormAttention,
+    "layer_by_head": HeadLayerNormAttention,
+}
+"""Attention with another QK-norm than `Attention` has."""
 RECURRENT: dict[RecurrentKind, tuple[type[RecurrentLayer], str]] = {
     "gated_delta": (GatedDeltaNet, "linear_attn"),
     "kimi_delta": (KimiDeltaAttention, "self_attn"),
@@ -105,7 +111,7 @@ def _make_attention(config: ModelConfig, number: int, weights: Weights, ops: Ops
         return BidirectionalAttention(config, number, weights.at("self_attn"), ops)
     if config.norms_values:
         return NormedValueAttention(config, number, weights.at("self_attn"), ops)
-    attention_kind = FullWidthQKNormAttention if config.qk_norm == "width" else Attention
+    attention_kind = QK_NORMS.get(config.qk_norm, Attention)
     return attention_kind(config, number, weights.at("self_attn"), ops)
 
 

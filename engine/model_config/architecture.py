@@ -34,10 +34,13 @@ BIASED_NORMS: frozenset[BlockKind] = frozenset({"layer_norm", "parallel_biased",
 AttentionGate = Literal["q_proj", "gate_proj"]
 """Linear with gates, by whose sigmoid attention's results are multiplied: behind the query of each head, or
 one of their own."""
-QKNorm = Literal["heads", "width", "no_weight"]
+QKNorm = Literal["heads", "width", "no_weight", "layer", "layer_by_head"]
 """QK-norm: RMS norm of queries and keys per head, over all heads of a row together, or per head without a
-weight and in layers with RoPE alone."""
+weight and in layers with RoPE alone; or a LayerNorm with weights of each head, which checkpoints have in one
+tensor or one by one."""
 
+WIDE_NORMS: frozenset[QKNorm | None] = frozenset({"width", "layer", "layer_by_head"})
+"""QK-norms that have a weight for each number of all heads."""
 
 SizesRule = Callable[[Fields, int], tuple[LayerSizes, ...]]
 """Rule (config.json, number of layers) -> sizes of each layer; empty where all are alike. Raises

@@ -16,7 +16,6 @@ from .attention import (
     deepseek_sizes,
     exaone4_windows,
     one_window,
-    windows_by_type,
     windows_by_type_if_used,
     windows_every_other,
     windows_if_used,
@@ -29,7 +28,7 @@ from .families.gemma import GEMMA_MODELS
 from .families.gemma4 import GEMMA3N_MODELS, GEMMA4_MODELS
 from .families.gpt import GPT_FAMILIES
 from .families.hybrids import HYBRIDS, MULTIMODAL
-from .families.others import MISTRAL4, OTHER_FAMILIES
+from .families.others import MISTRAL4, OTHER_FAMILIES, refuse_clipping
 from .families.siblings import SIBLINGS
 from .fields import Fields, show
 from .moe import (
@@ -53,23 +52,12 @@ from .rope import (
     deepseek_rope,
     interleaved_rope,
     interleaved_rope_of_sliding_layers,
-    olmo3_ropes,
     partial_rope,
     phi3_ropes,
     rope_of_rotary_dim,
     rope_of_sliding_layers,
     rope_of_some_layers,
 )
-
-
-def refuse_clipping(fields: Fields) -> None:
-    if fields.raw.get("clip_qkv") is not None:
-        raise fields.error("clip_qkv is not supported")
-
-
-def refuse_cohere_norms(fields: Fields) -> None:
-    if fields.flag("use_qk_norm", default=False):
-        raise fields.error("use_qk_norm is not supported: LayerNorms of queries and keys")
 
 
 def refuse_other_texts(fields: Fields) -> None:
@@ -88,14 +76,6 @@ SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
 
 _LLAMA = Architecture(model_type="llama", attention_bias=True, mlp_bias=True)
 _MISTRAL = Architecture(model_type="mistral", defaults=SLIDING, windows=one_window)
-_OLMO2 = Architecture(
-    model_type="olmo2",
-    defaults={"rms_norm_eps": 1e-5},
-    attention_bias=True,
-    qk_norm="width",
-    block="post_norm",
-    refuse=refuse_clipping,
-)
 _COHERE = Architecture(
     model_type="cohere",
     defaults={"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True},
@@ -103,8 +83,9 @@ _COHERE = Architecture(
     block="parallel",
     ropes=interleaved_rope,
     scales=cohere_scales,
+    qk_norm="layer",
+    qk_norm_flag="use_qk_norm",
     aliases={"rms_norm_eps": "layer_norm_eps"},
-    refuse=refuse_cohere_norms,
 )
 _DEEPSEEK_V3 = Architecture(
     model_type="deepseek_v3",
@@ -235,6 +216,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         experts=qwen2_moe_experts,
         aliases={"attention_bias": "qkv_bias"},
     ),
+    "MiMoForCausalLM": Architecture(
+        model_type="mimo",
+        defaults={"attention_bias": True, "attention_out_bias": False},
+        attention_bias=True,
+        own_code="modeling_mimo.MiMoForCausalLM",
+    ),
     "OlmoeForCausalLM": Architecture(
         model_type="olmoe",
         defaults={"rms_norm_eps": 1e-5},
@@ -280,14 +267,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         mlp_bias=True,
         windows=windows_by_type_if_used,
         ropes=rope_of_some_layers,
-    ),
-    "Olmo2ForCausalLM": _OLMO2,
-    "Olmo3ForCausalLM": replace(
-        _OLMO2,
-        model_type="olmo3",
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
-        windows=windows_by_type,
-        ropes=olmo3_ropes,
     ),
     "GraniteForCausalLM": _GRANITE,
     "Phi3ForCausalLM": Architecture(
@@ -349,13 +328,27 @@ ARCHITECTURES: dict[str, Architecture] = {
     **GPT_FAMILIES,
 }
 """Architectures by the class name in `architectures` of config.json."""
+_INDEXER, _MAMBA_1 = "attention to the tokens that an indexer selects", "layers of Mamba 1"
+_ALIBI = "attention scores that fall with the distance (ALiBi)"
 MISSING: dict[str, str] = {
-    "DeepseekV32ForCausalLM": "attention to the tokens that an indexer selects",
-    "GlmMoeDsaForCausalLM": "attention to the tokens that an indexer selects",
-    "JambaForCausalLM": "layers of Mamba 1",
+    "BloomForCausalLM": _ALIBI,
+    "Cohere2MoeForCausalLM": "experts whose result is averaged with that of shared ones",
+    "DeepseekV32ForCausalLM": _INDEXER,
+    "DeepseekV4ForCausalLM": "attention to compressed tokens, and hyper-connections",
+    "FalconMambaForCausalLM": _MAMBA_1,
+    "GlmMoeDsaForCausalLM": _INDEXER,
+    "HYV4ForCausalLM": f"{_INDEXER}, and hyper-connections",
+    "JambaForCausalLM": _MAMBA_1,
+    "Kolibri1ForCausalLM": "a router whose correction is added to logits",
+    "LagunaForCausalLM": "gates by softplus, and layers with different numbers of heads",
+    "LongcatFlashForCausalLM": "layers with attention twice, and experts that return their input",
+    "MiMoV2FlashForCausalLM": "values narrower than keys",
+    "MiniMaxM3SparseForCausalLM": _INDEXER,
+    "MptForCausalLM": _ALIBI,
+    "Qwen4ExpForCausalLM": f"{_INDEXER}, and embeddings of n-grams",
     "Eagle3LlamaForCausalLM": "the model that it drafts for, which is loaded with --draft and this folder",
     "LlamaForCausalLMEagle3": "the model that it drafts for, which is loaded with --draft and this folder",
-    "MambaForCausalLM": "layers of Mamba 1",
+    "MambaForCausalLM": _MAMBA_1,
     "Zamba2ForCausalLM": "attention that several layers share, with adapters of their own",
 }
 """Missing parts of known architectures, by the class name of their language model."""

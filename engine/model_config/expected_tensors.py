@@ -108,7 +108,7 @@ def _check_decoder(found: ExpectedTensors, config: ModelConfig) -> tuple[str, ..
         for norm in _NORMS[config.recurrent_block if is_recurrent else config.block]:
             _take_norm(found, prefix, norm, config)
     _take_norm(found, "", "model.norm", config)
-    unused = ["mtp."]
+    unused = ["mtp.", "model.mtp_layers."]
     unused += (f"model.layers.{config.num_layers + layer}." for layer in range(config.extra_layers))
     if config.tie_word_embeddings:
         return (*unused, "lm_head.weight")
@@ -172,9 +172,17 @@ def _take_attention(found: ExpectedTensors, module: str, config: ModelConfig, la
         found.take(found.at(module, "sinks"), config.num_heads)
     if config.has_head_gate:
         found.linears(module, {"g_proj": config.num_heads}, hidden)
-    norms = {"heads": (head_dim, head_dim), "width": (q, kv)}.get(config.qk_norm or "", ())
-    for norm, width in zip(("q_norm", "k_norm") if has_kv else ("q_norm",), norms, strict=False):
-        found.take(found.at(module, f"{norm}.weight"), width)
+    for norm, heads in (("q_norm", config.num_heads), *((("k_norm", sizes.kv_heads),) if has_kv else ())):
+        match config.qk_norm:
+            case "heads":
+                found.take(found.at(module, f"{norm}.weight"), head_dim)
+            case "width":
+                found.take(found.at(module, f"{norm}.weight"), heads * head_dim)
+            case "layer":
+                found.take(found.at(module, f"{norm}.weight"), heads, head_dim)
+            case "layer_by_head":
+                for head in range(heads):
+                    found.take(found.at(found.at(module, f"{norm}."), f"{head}.weight"), head_dim)
     found.linears(module, {"o_proj": hidden}, q, bias=config.o_bias)
 
 

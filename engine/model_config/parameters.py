@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Final
 
 from llmbox.kernels.activation import UNGATED, XIELU
 
-from .architecture import BIASED_NORMS, BlockKind
+from .architecture import BIASED_NORMS, WIDE_NORMS, BlockKind
 
 if TYPE_CHECKING:
     from .config import ModelConfig
@@ -29,7 +29,7 @@ def count_parameters(config: "ModelConfig") -> int:
         return _count_by_layer(config)
     hidden, ffn = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    norms = {"heads": 2 * config.head_dim, "width": q + kv}.get(config.qk_norm or "", 0)
+    norms = 2 * config.head_dim if config.qk_norm == "heads" else (q + kv) * (config.qk_norm in WIDE_NORMS)
     norm = hidden * (1 + (config.block in BIASED_NORMS))
     layer = _NORMS.get(config.block, 2) * norm + config.extra_params[0]
     attention = norms + hidden * (q + 2 * kv) + q * hidden

@@ -53,14 +53,16 @@ class CompressedTarget:
             "output_activations": None,
         }
 
-    def entry(self, *, routers: str | None) -> dict[str, Any]:
-        """Return the `quantization_config`. `routers`: name of the linears that choose experts."""
+    def entry(self, *, routers: str | None, head: str) -> dict[str, Any]:
+        """Return the `quantization_config`. `routers`: name of the linears that choose experts; `head`: that
+        of the output head.
+        """
         return {
             "quant_method": "compressed-tensors",
             "format": self.form,
             "quantization_status": "compressed",
             "config_groups": {"group_0": self.scheme},
-            "ignore": ["lm_head", *([] if routers is None else [f"re:.*{routers}\\.gate$"])],
+            "ignore": [head, *([] if routers is None else [f"re:.*{routers}\\.gate$"])],
             "kv_cache_scheme": None,
         }
 

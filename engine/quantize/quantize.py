@@ -31,7 +31,7 @@ from llmbox.kernels.weight_packing import Packing
 
 from ..checkpoint.files import read_json
 from ..checkpoint.index import INDEX, list_tensors
-from ..checkpoint.names import nemotron_h_name
+from ..checkpoint.names import names_in_files, nemotron_h_name
 from ..checkpoint.quantized_layout import COMPRESSED_FORMATS, FORMATS, entry_in_config
 from ..checkpoint.tensor_io import ShardWriter, atomic_directory, require_free_space
 from ..errors import DeviceError, ModelError
@@ -133,7 +133,10 @@ def write(
     packing = packing_for(quant if quant.on_cpu else QUANTS["int8"], dtype, threads)
     torch.set_num_threads(threads)  # the kernels have left torch one
     calibration = Calibration(source, config, dtype, sequences) if sequences else None
-    shards = ShardWriter(part, name_of=nemotron_h_name if config.model_type == "nemotron_h" else str)
+    name_of: Callable[[str], str] = nemotron_h_name if config.model_type == "nemotron_h" else str
+    if target is not None and config.model_type != "nemotron_h":
+        name_of = names_in_files(list_tensors(source))
+    shards = ShardWriter(part, name_of=name_of)
     checkpoint = Checkpoint(source, REFERENCE, dtype, CPU, progress)
     kept = None if target is None else getattr(torch, config.dtype)
     quantizer = Quantizer(checkpoint, quant, packing, shards, calibration, target, kept)
@@ -144,7 +147,8 @@ def write(
     raw["quantization_config"] = entry_in_config(quant)
     if target is not None:
         routers = None if config.experts is None else config.experts.module
-        raw["quantization_config"] = target.entry(routers=routers)
+        head = name_of("lm_head.weight").removesuffix(".weight")
+        raw["quantization_config"] = target.entry(routers=routers, head=head)
     (part / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     worst = sorted(quantizer.errors, key=lambda each: -each.relative)[:WORST]
     return QuantizationReport(

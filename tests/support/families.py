@@ -281,6 +281,7 @@ SIBLINGS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.3,
     },
     "granitemoe_swa": MIXED | {"shared_intermediate_size": 48, "sliding_window": 19},
+    "flex_olmo": MIXED | {"num_experts": 4, "num_local_experts": LEFT_OUT},
     "helium": {"attention_bias": True},
     "hyperclovax": {
         "embedding_multiplier": 6.0,
@@ -303,6 +304,12 @@ SIBLINGS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2]},
     "hy_v3": MOE | {"num_shared_experts": 2, "num_hidden_layers": 3},
     "ministral": {"sliding_window": 19, "layer_types": SLIDING_LAST},
+    "minicpm3": {
+        **{key: value for key, value in LATENT.items() if key not in DEEPSEEK},
+        "scale_emb": 6,
+        "dim_model_base": 48,
+        "tie_word_embeddings": True,
+    },
     "mistral4": LATENT
     | {
         "head_dim": LEFT_OUT,
@@ -321,7 +328,16 @@ SIBLINGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "gpt2": {"n_inner": 96, "num_key_value_heads": None, "tie_word_embeddings": True},
+    "gpt_bigcode": {"num_key_value_heads": None, "n_inner": 96, "tie_word_embeddings": True},
+    "gpt_neo": {
+        "num_key_value_heads": None,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 19,
+        "tie_word_embeddings": True,
+    },
     "gpt_neox": {"num_key_value_heads": None, "head_dim": None},
+    "gptj": {"num_key_value_heads": None, "head_dim": LEFT_OUT, "n_inner": 96, "rotary_dim": 8},
+    "opt": {"num_key_value_heads": None, "head_dim": LEFT_OUT, "ffn_dim": 96, "tie_word_embeddings": True},
     "phi": {},
     "starcoder2": {"sliding_window": 19, "head_dim": None, "tie_word_embeddings": True},
     "youtu": {key: value for key, value in LATENT.items() if key not in DEEPSEEK},

@@ -81,6 +81,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmoe": ("olmoe", "OLMOE", {}),
     "exaone4": ("exaone4", "EXAONE4", {}),
     "command-r": ("cohere", "COMMAND_R", {}),
+    "command-r-plus": ("cohere", "COMMAND_R", {"use_qk_norm": True}),
     "cohere2": ("cohere2", "COHERE2", COHERE2),
     "ernie4_5": ("ernie4_5", "ERNIE4_5", {"use_bias": False}),
     "ernie4_5-moe": ("ernie4_5_moe", "ERNIE4_5_MOE", {"moe_layer_start_index": 1}),
@@ -96,6 +97,13 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "falcon": ("falcon", "FALCON", {}),
     "falcon-new": ("falcon", "FALCON", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "phi2": ("phi", "PHI2", {}),
+    "stablelm": ("stablelm", "STABLELM", {}),
+    "stablelm-12b": (
+        "stablelm",
+        "STABLELM",
+        {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": False},
+    ),
+    "starcoder": ("gpt_bigcode", "STARCODER", {}),
     "starcoder2": ("starcoder2", "STARCODER2", {}),
     "gemma3n": ("gemma3n_text", "GEMMA3N", {}),
     "gemma4": ("gemma4_text", "GEMMA4", {}),
@@ -145,6 +153,8 @@ def with_usual_keys(config: dict[str, Any]) -> dict[str, Any]:
     names |= {"n_inner": "intermediate_size", "norm_epsilon": "rms_norm_eps"}
     config |= {usual: config[name] for name, usual in names.items() if name in config}
     heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
+    if kind == "gpt_bigcode":
+        heads = 1
     if kind == "falcon":
         heads = config["num_kv_heads"] if config["new_decoder_architecture"] else 1
     return config | {"num_key_value_heads": heads}
@@ -206,6 +216,7 @@ def converted(arrays: Arrays, arch: str, config: dict[str, Any]) -> Arrays:
         "GPT2": of_gpt2,
         "GPTNEOX": with_stacks_in_order,
         "FALCON": with_stacks_in_order,
+        "STABLELM": of_stablelm,
     }
     arrays = rules.get(arch, lambda found, _: found)(arrays, config)
     if arch in {"MISTRAL3", "GRANITE_MOE", "GRANITE_HYBRID"}:
@@ -342,6 +353,17 @@ def of_granite(arrays: Arrays, config: dict[str, Any]) -> Arrays:
 
 def of_gpt2(arrays: Arrays, _config: dict[str, Any]) -> Arrays:
     return {name: a.T if a.ndim == 2 and ".c_" in name else a for name, a in arrays.items()}
+
+
+def of_stablelm(arrays: Arrays, config: dict[str, Any]) -> Arrays:
+    """Norms of heads as one tensor."""
+    found = {name: a for name, a in arrays.items() if "_layernorm.norms." not in name}
+    for layer in range(config["num_hidden_layers"] if config["qk_layernorm"] else 0):
+        for part, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
+            name = f"model.layers.{layer}.self_attn.{part}_layernorm"
+            each = [arrays[f"{name}.norms.{head}.weight"] for head in range(config[heads])]
+            found[f"{name}.weight"] = np.stack(each)
+    return found
 
 
 def with_stacks_in_order(arrays: Arrays, config: dict[str, Any]) -> Arrays:

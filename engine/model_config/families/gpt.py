@@ -1,14 +1,18 @@
-"""Families with LayerNorms and MLPs without a gate: GPT-2, GPT-NeoX, Falcon, Phi and Starcoder2."""
+"""Families whose LayerNorms have biases: GPT-2, GPT-Neo, GPT-J, GPT-NeoX, GPTBigCode, OPT, Falcon, Phi,
+Starcoder2, Nemotron, Jais 2 and StableLM.
+"""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from llmbox.kernels.activation import Activation
 
-from ..architecture import Architecture
-from ..attention import one_window
+from ..architecture import Architecture, as_it_is, no_rows, nothing
+from ..attention import FULL, SLIDING, Windows, one_window, windows_by_type
 from ..fields import MAX_WIDTH, Fields, show
-from ..rope import no_rope, partial_rope
+from ..multipliers import Scales
+from ..rope import interleaved_rope, no_rope, one_rope, partial_rope
 
 GELUS: Mapping[str, Activation] = {
     "gelu": "gelu",
@@ -63,8 +67,57 @@ def gpt2_sizes(fields: Fields) -> dict[str, Any]:
     return {"intermediate_size": fields.integer("n_inner", usual)}
 
 
+def gpt_bigcode_variant(fields: Fields) -> dict[str, Any]:
+    by_group = not fields.flag("multi_query", default=True) and not fields.flag(IN_ORDER, default=False)
+    return {**ungated(fields), "stacks_by_group": by_group}
+
+
+def gpt_bigcode_sizes(fields: Fields) -> dict[str, Any]:
+    heads = fields.integer("num_attention_heads")
+    kv_heads = 1 if fields.flag("multi_query", default=True) else heads
+    return {"num_key_value_heads": kv_heads, **gpt2_sizes(fields)}
+
+
+def gpt_neo_windows(fields: Fields, layers: int) -> Windows:
+    """Return windows of the layers that `attention_layers`, or else `attention_types`, calls local."""
+    kinds = fields.raw.get("attention_layers")
+    if kinds is None:
+        groups = fields.raw.get("attention_types") or [[["global", "local"], (layers + 1) // 2]]
+        try:
+            kinds = [kind for names, times in groups for kind in list(names) * times][:layers]
+        except (TypeError, ValueError):
+            raise fields.error("attention_types must be a list of [names, times]") from None
+    if not isinstance(kinds, list):
+        raise fields.error("attention_layers must be a list of names")
+    types = [{"global": FULL, "local": SLIDING}.get(str(kind), str(kind)) for kind in kinds]
+    return windows_by_type(Fields({**fields.raw, "layer_types": types}, fields.where), layers)
+
+
+def gpt_neo_scales(_fields: Fields) -> Scales:
+    return Scales(attention=1.0)
+
+
+def gptj_sizes(fields: Fields) -> dict[str, Any]:
+    head_dim = fields.integer("hidden_size") // fields.integer("num_attention_heads") or 1
+    return {**gpt2_sizes(fields), "partial_rotary_factor": fields.integer("rotary_dim", 64) / head_dim}
+
+
 def learned_positions(fields: Fields) -> int:
     return fields.integer("max_position_embeddings", most=MAX_WIDTH)
+
+
+def opt_positions(fields: Fields) -> int:
+    """Return the rows of OPT's table, of which the first two stand for padding."""
+    return learned_positions(fields) + 2
+
+
+def stablelm_variant(fields: Fields) -> dict[str, Any]:
+    is_parallel = fields.flag("use_parallel_residual", default=False)
+    is_stacked = fields.flag("qk_layernorm_stacked", default=False)
+    return {
+        "block": "parallel_biased" if is_parallel else "layer_norm",
+        "qk_norm": "layer" if is_stacked else "layer_by_head",
+    }
 
 
 def refuse_options(**usual: object) -> Callable[[Fields], None]:
@@ -76,6 +129,12 @@ def refuse_options(**usual: object) -> Callable[[Fields], None]:
                 raise fields.error(f"{key} {show(fields.raw[key])} is not supported")
 
     return refuse
+
+
+def refuse_other_opt(fields: Fields) -> None:
+    width = fields.integer("hidden_size")
+    usual = {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "word_embed_proj_dim": width}
+    refuse_options(**usual, layer_norm_elementwise_affine=True)(fields)
 
 
 _PHI = Architecture(
@@ -101,6 +160,37 @@ _PHI = Architecture(
     own_code="modeling_phi.PhiForCausalLM",
     refuse=refuse_options(qk_layernorm=False),
 )
+_GPT2 = Architecture(
+    model_type="gpt2",
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "gelu_new",
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    hidden_acts=tuple(GELUS),
+    attention_bias=True,
+    mlp_bias=True,
+    block="layer_norm",
+    has_stacked_projections=True,
+    ropes=no_rope,
+    variant=ungated,
+    sizes=gpt2_sizes,
+    position_rows=learned_positions,
+    aliases={
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "max_position_embeddings": "n_positions",
+        "hidden_act": "activation_function",
+        "rms_norm_eps": "layer_norm_epsilon",
+    },
+    refuse=refuse_options(
+        scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
+    ),
+)
 _GPT_NEOX = Architecture(
     model_type="gpt_neox",
     defaults={
@@ -121,6 +211,19 @@ _GPT_NEOX = Architecture(
         "partial_rotary_factor": "rotary_pct",
         "rope_theta": "rotary_emb_base",
     },
+)
+_NEMOTRON = Architecture(
+    model_type="nemotron",
+    defaults={"norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    hidden_acts=("relu2",),
+    activation="relu2",
+    norms_add_one=True,
+    fits_float16=False,
+    attention_bias=True,
+    mlp_bias=True,
+    block="layer_norm",
+    ropes=partial_rope,
+    aliases={"rms_norm_eps": "norm_eps"},
 )
 
 GPT_FAMILIES: dict[str, Architecture] = {
@@ -148,38 +251,77 @@ GPT_FAMILIES: dict[str, Architecture] = {
         own_code="modeling_falcon.FalconForCausalLM",
         refuse=refuse_options(alibi=False),
     ),
-    "GPT2LMHeadModel": Architecture(
-        model_type="gpt2",
+    "GPT2LMHeadModel": _GPT2,
+    "GPTBigCodeForCausalLM": replace(
+        _GPT2,
+        model_type="gpt_bigcode",
+        defaults={**_GPT2.defaults, "hidden_act": "gelu_pytorch_tanh"},
+        variant=gpt_bigcode_variant,
+        sizes=gpt_bigcode_sizes,
+    ),
+    "GPTJForCausalLM": replace(
+        _GPT2,
+        model_type="gptj",
         defaults={
-            "rms_norm_eps": 1e-5,
-            "hidden_act": "gelu_new",
-            "max_position_embeddings": 1024,
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "mlp_bias": True,
+            **_GPT2.defaults,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "lm_head_bias": True,
         },
-        hidden_acts=tuple(GELUS),
-        attention_bias=True,
-        mlp_bias=True,
-        block="layer_norm",
-        has_stacked_projections=True,
-        ropes=no_rope,
-        variant=ungated,
-        sizes=gpt2_sizes,
-        position_rows=learned_positions,
+        block="parallel_biased",
+        has_stacked_projections=False,
+        head_bias_flag="lm_head_bias",
+        ropes=interleaved_rope,
+        sizes=gptj_sizes,
+        position_rows=no_rows,
+    ),
+    "GPTNeoForCausalLM": replace(
+        _GPT2,
+        model_type="gpt_neo",
+        defaults={
+            **_GPT2.defaults,
+            "max_position_embeddings": 2048,
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "sliding_window": 256,
+        },
+        has_stacked_projections=False,
+        windows=gpt_neo_windows,
+        scales=gpt_neo_scales,
         aliases={
-            "hidden_size": "n_embd",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
-            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "num_heads",
+            "num_hidden_layers": "num_layers",
             "hidden_act": "activation_function",
             "rms_norm_eps": "layer_norm_epsilon",
+            "sliding_window": "window_size",
         },
-        refuse=refuse_options(
-            scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
-        ),
+        refuse=nothing,
     ),
     "GPTNeoXForCausalLM": _GPT_NEOX,
+    "Jais2ForCausalLM": replace(
+        _NEMOTRON,
+        model_type="jais2",
+        defaults={"layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True},
+        norms_add_one=False,
+        ropes=one_rope,
+        aliases={"rms_norm_eps": "layer_norm_eps"},
+    ),
+    "OPTForCausalLM": replace(
+        _GPT2,
+        model_type="opt",
+        defaults={**_GPT2.defaults, "hidden_act": "relu", "max_position_embeddings": 2048},
+        has_stacked_projections=False,
+        sizes=as_it_is,
+        position_rows=opt_positions,
+        aliases={
+            "intermediate_size": "ffn_dim",
+            "hidden_act": "activation_function",
+            "attention_bias": "enable_bias",
+            "mlp_bias": "enable_bias",
+        },
+        refuse=refuse_other_opt,
+    ),
     "PhiForCausalLM": _PHI,
     "Starcoder2ForCausalLM": Architecture(
         model_type="starcoder2",
@@ -198,6 +340,17 @@ GPT_FAMILIES: dict[str, Architecture] = {
         variant=ungated,
         aliases={"rms_norm_eps": "norm_epsilon", "attention_bias": "use_bias", "mlp_bias": "use_bias"},
         names={"up_proj": "c_fc", "down_proj": "c_proj"},
+    ),
+    "NemotronForCausalLM": _NEMOTRON,
+    "StableLmForCausalLM": Architecture(
+        model_type="stablelm",
+        defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "attention_out_bias": False},
+        attention_bias=True,
+        qk_norm_flag="qk_layernorm",
+        ropes=partial_rope,
+        variant=stablelm_variant,
+        aliases={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
+        names={"q_norm": "q_layernorm.norms", "k_norm": "k_layernorm.norms"},
     ),
 }
 """These families by the class name in `architectures` of config.json."""

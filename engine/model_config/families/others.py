@@ -1,5 +1,5 @@
-"""Llama 4, Mistral 4, AFMoE, and families whose LayerNorms have biases (Phi-MoE, Nemotron, Jais 2, StableLM):
-defaults, rules and entries of `architectures.py`.
+"""Llama 4, Mistral 4, AFMoE, OLMo 2, MiniCPM 3 and Phi-MoE: defaults, rules and entries of
+`architectures.py`.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from ..attention import (
     deepseek_sizes,
     exaone4_windows,
     one_window,
+    windows_by_type,
 )
 from ..fields import Fields, raw_rope, show
 from ..moe import (
@@ -21,6 +22,7 @@ from ..moe import (
     StackedExperts,
     deepseek_experts,
     deepseek_v3_experts,
+    olmoe_experts,
     refuse_small_groups,
     selected_of,
 )
@@ -31,6 +33,7 @@ from ..rope import (
     RopeConfig,
     deepseek_rope,
     interleaved_rope,
+    olmo3_ropes,
     one_rope,
     partial_rope,
     rope_of_sliding_layers,
@@ -195,17 +198,33 @@ def mistral4_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     return replace(found, stacked=StackedExperts()) if any(found.layers) else None
 
 
+def refuse_clipping(fields: Fields) -> None:
+    if fields.raw.get("clip_qkv") is not None:
+        raise fields.error("clip_qkv is not supported")
+
+
+def minicpm3_sizes(fields: Fields) -> dict[str, Any]:
+    usual = fields.integer("hidden_size") // fields.integer("num_attention_heads") or 1
+    value = fields.integer("v_head_dim", usual)
+    return {"v_head_dim": value, **deepseek_sizes(Fields({**fields.raw, "v_head_dim": value}, fields.where))}
+
+
+def minicpm3_scales(fields: Fields) -> Scales:
+    """Return multipliers of embeddings, of what layers add and of logits, beside that of attention."""
+    layers, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    residual = fields.number("scale_depth", layers**0.5) / layers**0.5
+    base = fields.integer("dim_model_base", hidden)
+    if residual <= 0:
+        raise fields.error(f"scale_depth {fields.raw['scale_depth']} must be larger than 0")
+    embedding = fields.number("scale_emb", 1.0) / residual
+    return replace(deepseek_scales(fields), embedding=embedding, residual=residual, logits=base / hidden)
+
+
 def refuse_other_afmoe(fields: Fields) -> None:
     usual = {"attention_bias": False, "score_func": "sigmoid", "route_norm": True}
     for key, value in usual.items():
         if fields.raw.get(key) not in (None, value):
             raise fields.error(f"{key} {show(fields.raw[key])} is not supported of an AFMoE, only {value}")
-
-
-def refuse_other_stablelm(fields: Fields) -> None:
-    for key in ("use_parallel_residual", "qk_layernorm"):
-        if fields.flag(key, default=False):
-            raise fields.error(f"{key} is not supported")
 
 
 _LLAMA4 = Architecture(
@@ -233,18 +252,13 @@ _PHIMOE = Architecture(
     experts=phimoe_experts,
     own_code="modeling_phimoe.PhiMoEForCausalLM",
 )
-_NEMOTRON = Architecture(
-    model_type="nemotron",
-    defaults={"norm_eps": 1e-5, "partial_rotary_factor": 0.5},
-    hidden_acts=("relu2",),
-    activation="relu2",
-    norms_add_one=True,
-    fits_float16=False,
+_OLMO2 = Architecture(
+    model_type="olmo2",
+    defaults={"rms_norm_eps": 1e-5},
     attention_bias=True,
-    mlp_bias=True,
-    block="layer_norm",
-    ropes=partial_rope,
-    aliases={"rms_norm_eps": "norm_eps"},
+    qk_norm="width",
+    block="post_norm",
+    refuse=refuse_clipping,
 )
 MISTRAL4 = Architecture(
     model_type="mistral4",
@@ -311,24 +325,36 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         own_code="modeling_afmoe.AfmoeForCausalLM",
         refuse=refuse_other_afmoe,
     ),
-    "Jais2ForCausalLM": replace(
-        _NEMOTRON,
-        model_type="jais2",
-        defaults={"layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True},
-        norms_add_one=False,
-        ropes=one_rope,
-        aliases={"rms_norm_eps": "layer_norm_eps"},
+    "MiniCPM3ForCausalLM": Architecture(
+        model_type="minicpm3",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+        },
+        sizes=minicpm3_sizes,
+        latent=deepseek_latent,
+        scales=minicpm3_scales,
+        ropes=partial_rope,
+        own_code="modeling_minicpm.MiniCPM3ForCausalLM",
     ),
     "Mistral4ForCausalLM": MISTRAL4,
-    "NemotronForCausalLM": _NEMOTRON,
-    "StableLmForCausalLM": Architecture(
-        model_type="stablelm",
-        defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "attention_out_bias": False},
-        attention_bias=True,
-        block="layer_norm",
-        ropes=partial_rope,
-        aliases={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
-        refuse=refuse_other_stablelm,
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": replace(
+        _OLMO2,
+        model_type="olmo3",
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
+        windows=windows_by_type,
+        ropes=olmo3_ropes,
+    ),
+    "FlexOlmoForCausalLM": replace(
+        _OLMO2, model_type="flex_olmo", defaults={"rope_theta": 500000.0}, experts=olmoe_experts
     ),
     "Llama4ForCausalLM": _LLAMA4,
     "Llama4ForConditionalGeneration": replace(_LLAMA4, is_nested=True),

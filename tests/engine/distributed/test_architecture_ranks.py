@@ -46,6 +46,9 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
         ("gpt2", {}, {"tp": 2, "pp": 2}),
         ("gpt_neox", {}, {"tp": 2}),
         ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, {"tp": 2, "pp": 2}),
+        ("cohere", {"use_qk_norm": True}, {"tp": 2}),
+        ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}, {"tp": 2, "pp": 2}),
+        ("opt", {}, {"tp": 2, "pp": 2}),
         ("gpt_oss", {}, {"tp": 2, "expert_parallel": True}),
         ("granitemoe", {}, {"tp": 2, "expert_parallel": True}),
         ("qwen2_moe", {}, {"tp": 2, "expert_parallel": True}),
@@ -77,7 +80,7 @@ def test_norms_over_all_heads_are_not_cut(tmp_path: Path, arch: str) -> None:
 
 
 NOT_CUT = {
-    "olmo2": "tp", "olmo3": "tp", "olmoe": "tp", "olmo_hybrid": "tp", "minimax_m2": "tp",
+    "olmo2": "tp", "olmo3": "tp", "olmoe": "tp", "flex_olmo": "tp", "olmo_hybrid": "tp", "minimax_m2": "tp",
     "gemma4_text": "pp", "gemma3n_text": "pp",
 }  # fmt: skip
 """Families that cannot be cut one way: norms over all heads, or layers that share keys and values."""

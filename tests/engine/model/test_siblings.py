@@ -48,6 +48,9 @@ GPT_VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
     ("falcon", {"multi_query": False, "parallel_attn": False, "tie_word_embeddings": False}),
     ("starcoder2", {"hidden_act": "relu", "use_bias": False, "tie_word_embeddings": False}),
+    ("gpt_bigcode", {"multi_query": False}),
+    ("cohere", {"use_qk_norm": True}),
+    ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
 ]
 
 
@@ -81,6 +84,20 @@ def test_checkpoints_with_other_names_are_quantized(tmp_path: Path, arch: str) -
     model = make_tiny_model(tmp_path / "wide", arch=arch)
     quantize(model, tmp_path / "narrow", QUANTS["int8"], 1, lambda _done, _total: None)
     assert tokens(load(tmp_path / "narrow"), [PROMPT]) == tokens(load(model, quant="int8"), [PROMPT])
+
+
+def test_a_mimo_is_a_qwen2_with_a_layer_that_is_not_run(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, arch="qwen2", tokenizer=False)
+    same = tokens(load(model), [PROMPT])
+    raw = json.loads((model / "config.json").read_text())
+    raw |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+    raw["auto_map"] = {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}
+    (model / "config.json").write_text(json.dumps(raw))
+    weights = load_file(model / "model.safetensors")
+    more = {"model.mtp_layers.0.input_proj.weight": torch.ones(64, 128)}
+    save_file(weights | more, model / "model.safetensors", metadata={"format": "pt"})
+    check_weights(str(model), parse_config(model), list_tensors(model))
+    assert tokens(load(model), [PROMPT]) == same
 
 
 TOWER = {"hidden_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "num_position_embeddings": 16}
@@ -205,7 +222,11 @@ HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
 @pytest.mark.parametrize(
     ("name", "fields", "problem"),
     [
-        ("StableLmForCausalLM", {"use_parallel_residual": True}, "use_parallel_residual is not supported"),
+        ("OPTForCausalLM", {"word_embed_proj_dim": 32}, "word_embed_proj_dim 32 is not supported"),
+        ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before False is not supported"),
+        ("GPTNeoForCausalLM", {"attention_types": [[["glob"], 2]]}, "layer_types must name full_attention"),
+        ("GPTNeoForCausalLM", {"attention_types": 3}, "attention_types must be a list of"),
+        ("MiniCPM3ForCausalLM", {"scale_depth": 0}, "scale_depth 0 must be larger than 0"),
         (
             "InternVLForConditionalGeneration",
             {"text_config": {"model_type": "internlm2", "hidden_size": 64}},
@@ -221,7 +242,6 @@ HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
         ("HyperCLOVAXForCausalLM", {"use_post_norm": False}, "use_post_norm false is not supported"),
         ("MellumForCausalLM", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name dense or sparse"),
         ("NemotronForCausalLM", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'relu2'"),
-        ("StableLmForCausalLM", {"qk_layernorm": True}, "qk_layernorm is not supported"),
         ("GraniteSWAForCausalLM", {"layer_rope_theta": [1.0, 0]}, "layer_rope_theta must have 2 numbers"),
         ("GraniteSWAForCausalLM", {"layer_types": ["full"]}, "layer_types must name full_attention"),
         ("HunYuanMoEV1ForCausalLM", HUNYUAN, "moe_topk must be the same for each of 2 layers"),

@@ -290,6 +290,27 @@ def decompressed(folder: Path) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.parametrize(
+    ("arch", "up", "head"),
+    [
+        ("gpt_neox", "gpt_neox.layers.0.mlp.dense_h_to_4h.weight", "embed_out.weight"),
+        ("opt", "model.decoder.layers.0.fc1.weight", "lm_head.weight"),
+    ],
+)
+def test_transformers_reads_the_names_that_a_family_has(
+    tmp_path: Path, arch: str, up: str, head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = make_tiny_model(tmp_path / "model", arch=arch, tokenizer=False), tmp_path / "out"
+    quantize(source, out, TARGETS["w8a8"], 1, lambda _done, _total: None)
+    original = hf_model(source).state_dict()
+    assert tokens(load(out), [ask("a", PROMPT, 4)])["a"]
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    ours = runner_of(load(out, dtype="float32"))._model.layers[0].mlp.gate_up
+    state = decompressed(out)
+    assert torch.equal(state[up].float(), ours.weight_OI.bfloat16().float())
+    assert torch.equal(state[head].float(), original[head].bfloat16().float())
+
+
 @pytest.mark.parametrize("to", ["w4a16-g32", "w8a8"])
 def test_a_compressed_checkpoint_loads_in_its_own_bits(tmp_path: Path, to: str) -> None:
     source = make_tiny_model(tmp_path / "model", arch="phi3", **COMPRESSED)
