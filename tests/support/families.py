@@ -420,6 +420,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     """Draw weights wide enough that greedy tokens vary; those of norms stay near their defaults."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        if not weight.is_floating_point():
+            continue
         if "norm" in name or "scal" in name or ".ln_" in name:
             weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
             if "gemma" in model.config.model_type and "q_norm" in name:
