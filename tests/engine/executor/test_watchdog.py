@@ -35,7 +35,7 @@ def start():
     """A worker process that sleeps, or burns a core."""
     processes = []
 
-    def begin(code="import time; time.sleep(60)"):
+    def begin(code="import time; time.sleep(3600)"):
         process = subprocess.Popen([sys.executable, "-S", "-c", code])
         processes.append(process)
         return Worker(len(processes), process, None)
