@@ -25,6 +25,7 @@ from llmbox.app.http.openai.request_types import (
     NoEffect,
 )
 from llmbox.app.http.openai.unsupported import HARMLESS
+from llmbox.app.http.server.request import StrictRequest
 from llmbox.app.text.output.format_table import OUTPUT_FORMATS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -72,7 +73,7 @@ def dialect_fields() -> str:
 
 
 def rows_of(router: Router) -> Iterator[tuple[str, type[msgspec.Struct]]]:
-    app = Litestar([router], openapi_config=None, logging_config=None)
+    app = Litestar([router], openapi_config=None, request_class=StrictRequest, logging_config=None)
     for route in app.routes:
         for handler in route.route_handlers if isinstance(route, HTTPRoute) else ():
             body = handler.parsed_data_field
