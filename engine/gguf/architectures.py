@@ -30,9 +30,9 @@ from .families import (
     olmoe_fields,
     phi3_fields,
     qwen2_moe_fields,
-    qwen3_5_fields,
     qwen3_moe_fields,
     sigmoid_routed_fields,
+    stablelm_fields,
     window_fields,
     windows_by_type,
 )
@@ -48,7 +48,7 @@ from .mixed_layers import (
     lfm2_moe_fields,
     mamba2_fields,
     nemotron_h_fields,
-    stablelm_fields,
+    qwen3_5_fields,
 )
 from .names import (
     BERT,

@@ -12,25 +12,48 @@ from .families import (
     Config,
     latent_fields,
     multipliers,
+    qwen_experts,
     routed_experts,
     selected_experts,
     sliding_types,
 )
-from .reader import GgufFile
+from .reader import BLOCKS, GgufFile
 
 
-def stablelm_fields(gguf: GgufFile, config: Config) -> Config:
-    """Return what tells the models of StableLM apart: attention and MLP side by side in the 12B, whose
-    LayerNorms of heads are one tensor.
-    """
-    has_norms = "blk.0.attn_q_norm.weight" in gguf.tensors
-    return {
-        "layer_norm_eps": gguf.number("attention.layer_norm_epsilon", 1e-5),
-        "use_qkv_bias": config["attention_bias"],
-        "use_parallel_residual": "blk.0.ffn_norm.weight" not in gguf.tensors,
-        "qk_layernorm": has_norms,
-        "qk_layernorm_stacked": has_norms,
+def qwen3_5_fields(gguf: GgufFile, config: Config) -> Config:
+    """Add gated delta nets, whose linears are split in files as those of Qwen3.5."""
+    heads, key_heads = gguf.integer("ssm.time_step_rank"), gguf.integer("ssm.group_count")
+    width = gguf.integer("ssm.inner_size") // heads
+    found: Config = {
+        "full_attention_interval": gguf.integer("full_attention_interval", 4),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": gguf.integer("ssm.state_size"),
+        "linear_value_head_dim": width,
+        "linear_conv_kernel_dim": gguf.integer("ssm.conv_kernel"),
     }
+    if has_tiled_outputs(gguf):
+        found["linear_values_tiled"] = True
+    if gguf.value("expert_count"):
+        found |= qwen_experts(gguf, config, normalized=True)
+    return found
+
+
+def has_delta_nets(gguf: GgufFile) -> bool:
+    return gguf.architecture in {"qwen3next", "qwen35", "qwen35moe"}
+
+
+def has_tiled_values(gguf: GgufFile) -> bool:
+    """Return whether value heads come as key heads repeat: the first ones of all key heads first."""
+    heads, key_heads = gguf.value("ssm.time_step_rank"), gguf.value("ssm.group_count")
+    return has_delta_nets(gguf) and gguf.architecture != "qwen3next" and heads != key_heads
+
+
+def has_tiled_outputs(gguf: GgufFile) -> bool:
+    """Return whether that order stays in the inputs of linears, whose blocks are wider than a head."""
+    width = gguf.integer("ssm.inner_size") // gguf.integer("ssm.time_step_rank")
+    ends = [entry for name, entry in gguf.tensors.items() if name.endswith(".ssm_out.weight")]
+    return has_tiled_values(gguf) and any(width % BLOCKS[entry.dtype][0] for entry in ends)
 
 
 def gemma_fields(gguf: GgufFile, config: Config) -> Config:

@@ -18,7 +18,7 @@ from ..errors import ModelError
 from .architectures import architecture_of
 from .blocks import dequantize
 from .config import count_layers, dtype_of
-from .families import has_delta_nets, has_tiled_outputs, has_tiled_values
+from .mixed_layers import has_delta_nets, has_tiled_outputs, has_tiled_values
 from .names import GgufTensorPlace, parts_of_model, places_of
 from .reader import BLOCKS, FLOATS, GgufFile, read_gguf
 
