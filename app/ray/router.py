@@ -14,6 +14,10 @@ from . import scaling
 class PrefixRouter(RequestRouter):
     """Router for `EngineReplica.generate`, whose arguments are (message, block hashes, fingerprint)."""
 
+    # Ray passes over a replica that does not tell its queue length in time, 0.1 s by default. An engine on
+    # CPUs takes longer while it computes a prompt, and its prefix would be computed again elsewhere.
+    queue_len_response_deadline_s = max(1.0, RequestRouter.queue_len_response_deadline_s)
+
     def initialize_state(self, imbalance: int = 8) -> None:
         self.table = PrefixTable(imbalance)
 

@@ -112,6 +112,21 @@ async def test_a_prefix_stays_with_its_replica(url):
             assert cached == [0, 96, 96, 96]
 
 
+async def test_a_prefix_stays_with_a_replica_that_tells_its_queue_late(url):
+    fronts = [[start + number % 5 for number in range(96)] for start in range(30, 34)]
+    async with client_of(url) as client:
+        for front in fronts:
+            await complete(client, front, max_tokens=1)
+        for pid in replica_pids():
+            await asyncio.sleep(10.5)  # Ray knows a queue's length for 10 s, and asks only then
+            os.kill(pid, signal.SIGSTOP)
+            asks = [asyncio.create_task(complete(client, [*front, 4], max_tokens=1)) for front in fronts]
+            await asyncio.sleep(0.4)
+            os.kill(pid, signal.SIGCONT)
+            answers = await asyncio.gather(*asks)
+            assert [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers] == [96] * 4
+
+
 async def test_a_wrong_key_is_refused(url):
     async with client_of(url) as client:
         headers = {"Authorization": "Bearer sk-llmbox-wrong"}
