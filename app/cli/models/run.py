@@ -23,7 +23,7 @@ from ..server.up import load_missing
 from .pull import fetch_missing, fetch_time
 
 HELP = (
-    "Commands: /image FILE adds a picture to the next question, /image alone drops those added, /clear "
+    "Commands: /image FILE adds an image to the next question, /image alone removes added ones, /clear "
     "forgets the conversation, /bye ends it. Ctrl-C stops an answer."
 )
 HISTORY_LINES = 1000
@@ -46,14 +46,16 @@ HISTORY_LINES = 1000
     metavar="X",
     help="Sample from the most likely tokens that together have this probability.",
 )
-@click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Most tokens of an answer.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1), metavar="N", help="Maximum number of tokens in an answer."
+)
 @click.option("--seed", type=int, metavar="N", help="Same seed, same answer.")
 @click.option(
     "--image",
     "images",
     multiple=True,
     metavar="FILE",
-    help="Ask about this picture (PNG, JPEG, WebP, GIF). May be repeated.",
+    help="Ask about this image (PNG, JPEG, WebP, GIF). May be repeated.",
 )
 @click.option("--yes", is_flag=True, help="Download the model without asking if it is not on this disk.")
 @pass_program
@@ -71,7 +73,7 @@ def run(
 ) -> None:
     """Chat with a model, or ask it one question with PROMPT or from stdin.
 
-    Vision models accept pictures with --image. In a chat, add one with /image FILE or with its path in the
+    Vision models accept images with --image. In a chat, add one with /image FILE or with its path in the
     question.
 
     MODEL may be a short name such as qwen3:4b (`llmbox search` lists them). A model that is not on this disk
