@@ -113,7 +113,7 @@ class Library:
             except OSError as error:
                 raise ApiError(
                     507,
-                    f"The hub's answers cannot be kept: {error.strerror or error}. "
+                    f"The hub's data cannot be saved: {error.strerror or error}. "
                     "Free some space, then try again.",
                     "disk_full" if error.errno in {errno.ENOSPC, errno.EDQUOT} else "storage_error",
                     type="server_error",

@@ -203,7 +203,7 @@ def deadline_error(what: str, code: str) -> ApiError:
     """Error 503 of a missed deadline, so that a client may retry here or elsewhere."""
     return ApiError(
         503,
-        f"The time limit of this request was over before {what}. Ask again later, or for a longer limit "
+        f"The time limit of this request ended before {what}. Try again later, or set a longer limit "
         "('timeout', 'first_token_timeout').",
         code=code,
         type="server_error",

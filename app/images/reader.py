@@ -73,7 +73,7 @@ class ImageLease:
         if self._reader.open_bytes + size > OPEN_IMAGE_BYTES:
             raise ApiError(
                 429,
-                f"The pictures of open requests take {OPEN_IMAGE_BYTES >> 20} MB already. Ask again later.",
+                f"The images of open requests take {OPEN_IMAGE_BYTES >> 20} MB already. Try again later.",
                 code="too_many_images",
                 type="rate_limit_error",
                 headers={"Retry-After": "5"},
@@ -134,7 +134,7 @@ class ImageReader:
             if size > MOST_PIXEL_BYTES:
                 raise image_error(
                     source.param,
-                    f"the pictures of this request have more than {MOST_PIXEL_BYTES // 3:,} pixels together "
+                    f"the images of this request have more than {MOST_PIXEL_BYTES // 3:,} pixels together "
                     "after they are resized: send fewer, or smaller ones",
                 )
             lease.add(decoded.nbytes)
@@ -151,7 +151,7 @@ class ImageReader:
             raise FetchError("it is neither a data: URL with base64 nor an http or https URL")
         if not may_fetch:
             raise FetchError(
-                "this server fetches no pictures: send it as a data: URL, or let the owner set "
+                "this server does not fetch images: send it as a data: URL, or let the owner set "
                 "server.fetch_images"
             )
         return await fetch_image(source.url, limits.image_bytes, seconds=max(0.0, min(left, FETCH_SECONDS)))
@@ -162,7 +162,7 @@ class ImageReader:
         if not data:
             raise ValueError("it is empty")
         if len(data) > limits.image_bytes:
-            most = f"at most {limits.image_bytes:,} are taken (limits.image_bytes)"
+            most = f"at most {limits.image_bytes:,} are allowed (limits.image_bytes)"
             raise ValueError(f"it has {len(data):,} bytes, {most}")
         job = {"vision": facts, "low": source.low_detail, "most_pixels": limits.image_pixels}
         named = f"{facts}\0{job['low']}\0{job['most_pixels']}\0".encode()
@@ -240,11 +240,11 @@ def decode_data_url(url: str) -> bytes:
         compact = "".join(data.split()).translate(str.maketrans("-_", "+/")).rstrip("=")
         return base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise ValueError("it is no valid base64") from None
+        raise ValueError("it is not valid base64") from None
 
 
 def image_error(param: str, why: str) -> ApiError:
-    return ApiError(400, f"A picture cannot be used: {why}.", code="invalid_image", param=param)
+    return ApiError(400, f"An image cannot be used: {why}.", code="invalid_image", param=param)
 
 
 def place_images(
@@ -269,7 +269,7 @@ def place_images(
 def _misplaced() -> ApiError:
     return ApiError(
         400,
-        "The model's chat template and tokenizer do not give a prompt with one place for each picture.",
+        "The model's chat template and tokenizer do not give a prompt with one place for each image.",
         code="chat_template_error",
         param="messages",
     )

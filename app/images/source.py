@@ -52,17 +52,17 @@ def read_image_url(text: str) -> str:
     try:
         data = read_regular(Path(text).expanduser(), FILE_BYTES)
     except FileNotFoundError:
-        raise CliError(f"no file {text}", "it does not exist", "name a picture", Exit.NOT_FOUND) from None
+        raise CliError(f"no file {text}", "it does not exist", "name an image", Exit.NOT_FOUND) from None
     except (OSError, ValueError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise CliError(f"{text} cannot be read", why, "name a picture that you can read") from None
+        raise CliError(f"{text} cannot be read", why, "name an image that you can read") from None
     kind = next((kind for sign, kind in _SIGNS if data.startswith(sign)), "")
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         kind = "webp"
     if not kind:
         raise CliError(
-            f"{text} is no picture that can be sent",
-            "it is no PNG, JPEG, WebP or GIF",
+            f"{text} is not an image that can be sent",
+            "it is not a PNG, JPEG, WebP or GIF",
             "convert it to one of these",
         )
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
@@ -154,7 +154,7 @@ async def fetch_image(
                     return body
                 url = urljoin(url, target)
     except TimeoutError:
-        raise FetchError(f"its URL gave no whole picture in time ({seconds:.3g} s)") from None
+        raise FetchError(f"its URL did not give a complete image in time ({seconds:.3g} s)") from None
     except (OSError, ssl.SSLError, h11.ProtocolError, UnicodeError, ValueError):
         raise FetchError("its URL cannot be fetched") from None
     raise FetchError(f"its URL redirects more than {MOST_REDIRECTS} times")

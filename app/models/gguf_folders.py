@@ -115,7 +115,7 @@ def folder_of(
     """Return the model folder of a GGUF file, made under `home` if needed. Raises CliError.
 
     `projector`: file with its vision tower, which then has to fit; `NO_PROJECTOR` for none. By default one of
-    `beside`, or of the files that lie beside it; where that does not fit, the model reads no pictures.
+    `beside`, or of the files that lie beside it; where that does not fit, the model cannot read images.
     """
     file = Path(os.path.abspath(file.expanduser()))  # noqa: PTH100 - links of a snapshot keep their names
     try:

@@ -65,10 +65,10 @@ def prepare(data: bytes, vision: VisionConfig, *, low: bool, most_pixels: int) -
     except ImageSizeError as error:
         raise ImageError(str(error)) from None
     if (size := sum(height * width for height, width in layout.tiles)) > most_pixels:
-        raise ImageError(f"this model makes {size:,} pixels of it, at most {most_pixels:,} are taken")
+        raise ImageError(f"this model resizes it to {size:,} pixels, more than {most_pixels:,}")
     tiles = make_tiles(picture, vision, layout)
     if [(tile.height, tile.width) for tile in tiles] != list(layout.tiles):
-        raise ImageError("its tiles have other sizes than were laid out")
+        raise ImageError("its tiles have other sizes than expected")
     pixels = b"".join(tile.tobytes() for tile in tiles)
     return {
         "tiles": layout.tiles,
@@ -86,11 +86,11 @@ def decode(data: bytes, most_pixels: int) -> Image.Image:
     try:
         picture = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
-        raise ImageError("it is no PNG, JPEG, WebP or GIF") from None
+        raise ImageError("it is not a PNG, JPEG, WebP or GIF") from None
     width, height = picture.size
     if width * height > most_pixels:
         raise ImageError(
-            f"it has {width:,} x {height:,} pixels, at most {most_pixels:,} are decoded (limits.image_pixels)"
+            f"it has {width:,} x {height:,} pixels, more than {most_pixels:,} in all (limits.image_pixels)"
         )
     picture.load()
     return to_rgb(turn(picture))

@@ -272,7 +272,7 @@ class ToolServerSecrets:
         if lost:
             raise ApiError(
                 409,
-                f"The value of {', '.join(lost)} is not on this box (a restored database comes without it). "
+                f"The value of {', '.join(lost)} is not on this machine (a restored database lacks it). "
                 f"Remove the MCP server {name} under Tools in the chat and add it again.",
                 "mcp_secret_missing",
                 "name",

@@ -132,7 +132,7 @@ class RenderedChat:
         if len(pieces) != len(texts) + 1:
             raise ApiError(
                 400,
-                f"The model's chat template has {len(pieces) - 1} places for {len(texts)} pictures.",
+                f"The model's chat template has {len(pieces) - 1} places for {len(texts)} images.",
                 code="chat_template_error",
                 param="messages",
             )

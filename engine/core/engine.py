@@ -220,7 +220,7 @@ class Engine:
         slots = self._scheduler.kv_cache.adapters
         if slots is None:
             raise InvalidRequest(
-                f"LoRA adapters are not applied here ({self.info.backend} on {self.info.device}): load the "
+                f"LoRA adapters are not supported here ({self.info.backend} on {self.info.device}): load the "
                 "base with --device cpu, or merge the adapter into a model with `llmbox lora merge`"
             )
         if not slots.knows(folder):

@@ -151,20 +151,20 @@ def check_images(images: Sequence[PreparedImage], prompt_ids: list[int], info: M
     """Check that the pictures lie in the prompt, one after another. Raises InvalidRequest."""
     end, image_token_id = 0, info.image_token_id
     if images and info.image_problem:
-        raise InvalidRequest(f"this model reads no pictures: {info.image_problem}")
+        raise InvalidRequest(f"this model cannot read images: {info.image_problem}")
     for image in images:
         first, last = image.start, image.start + image.num_tokens - 1
         if not (end <= first <= last < len(prompt_ids)):
-            raise InvalidRequest(f"a picture at token {first} does not lie behind the one before")
+            raise InvalidRequest(f"an image at token {first} does not come after the previous one")
         if prompt_ids[first] != image_token_id or prompt_ids[last] != image_token_id:
-            raise InvalidRequest(f"a picture at token {first} does not begin and end with image tokens")
+            raise InvalidRequest(f"an image at token {first} does not begin and end with image tokens")
         if prompt_ids[first : last + 1].count(image_token_id) != image.num_rows:
-            raise InvalidRequest(f"a picture of {image.num_rows} rows has another number of image tokens")
+            raise InvalidRequest(f"an image of {image.num_rows} rows has another number of image tokens")
         rows, columns = image.grid
         if rows < 0 or columns < 0 or rows * columns not in (0, image.num_rows):
-            raise InvalidRequest(f"a picture of {image.num_rows} rows has a grid of {rows} x {columns}")
+            raise InvalidRequest(f"an image of {image.num_rows} rows has a grid of {rows} x {columns}")
         if len(image.content_hash) != 32:
-            raise InvalidRequest("the hash of a picture has no 32 bytes")
+            raise InvalidRequest("the hash of an image does not have 32 bytes")
         if 3 * sum(height * width for height, width in image.tiles) != len(image.pixels):
-            raise InvalidRequest("the pixels of a picture do not fill its tiles")
+            raise InvalidRequest("the pixels of an image do not fill its tiles")
         end = last + 1

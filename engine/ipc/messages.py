@@ -211,7 +211,7 @@ class ModelInfo:
     generates: bool = True
     """True if the model generates text; False if it only gives embeddings."""
     image_problem: str = "it is a language model without a vision tower"
-    """Reason why the model reads no pictures; empty if it does."""
+    """Reason why the model cannot read images; empty if it does."""
     image_token_id: int = -1
     """Token id of rows that take the embeddings of a picture."""
     vision_bytes: int = 0

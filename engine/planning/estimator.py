@@ -366,5 +366,7 @@ def _stored_format(stored: str, asked: QuantChoice) -> QuantChoice:
     if (stored, asked) == ("int8", "w8a8"):
         return asked
     if asked not in {"none", "auto", stored}:
-        raise DeviceError(f"this checkpoint holds {stored} weights, {asked} was asked for: use --quant auto")
+        raise DeviceError(
+            f"this checkpoint holds {stored} weights, but {asked} was requested: use --quant auto"
+        )
     return cast("QuantChoice", stored)

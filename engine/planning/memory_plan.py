@@ -260,7 +260,7 @@ def resolve_dtypes(
     batch, while float32 keeps a request's tokens independent of the batch.
     """
     if config.kv_dtype == "fp8" and device == "cpu":
-        raise DeviceError("keys and values in fp8 need a GPU: on a CPU use --kv-dtype int8, as small")
+        raise DeviceError("a KV cache in fp8 needs a GPU: on a CPU use --kv-dtype int8, which is as small")
     dtype = config.dtype
     if dtype == "auto":
         dtype = shape.dtype if shape.fits_float16 or shape.dtype != "float16" else "bfloat16"
@@ -271,7 +271,7 @@ def resolve_dtypes(
             dtype = "float32"
     if dtype == "float16" and not shape.fits_float16:
         raise DeviceError(
-            "what the layers of this model give goes beyond float16, so answers would be NaN: use --dtype "
+            "the values of this model's layers exceed float16, so answers would be NaN: use --dtype "
             "bfloat16 or float32"
         )
     return dtype, dtype if config.kv_dtype == "auto" else config.kv_dtype

@@ -156,7 +156,7 @@ class ChatSession:
         self._images: list[str] = []
         """URLs of pictures for the next question."""
         self.image_problem: str = (model["info"] or {}).get("image_problem", "")
-        """Reason why the model reads no pictures; empty if it does."""
+        """Reason why the model cannot read images; empty if it does."""
         if not self._chat:
             self.image_problem = self.image_problem or "it has no chat template"
 
@@ -164,9 +164,9 @@ class ChatSession:
         """Add a picture to the next question. Raises CliError for a model that reads none."""
         if self.image_problem:
             raise CliError(
-                f"{self._fixed['model']} reads no pictures",
+                f"{self._fixed['model']} cannot read images",
                 self.image_problem,
-                "take a model that sees: llmbox search",
+                "choose a vision model: llmbox search",
             )
         self._images.append(url)
 
@@ -299,7 +299,7 @@ def _chat(program: Program, talk: ChatSession) -> None:
                 talk.clear()
             elif question == "/image":
                 talk.drop_images()
-                output.say("The next question has no pictures.")
+                output.say("The next question has no images.")
             elif question.startswith("/image "):
                 _attach(talk, [question.removeprefix("/image ").strip().strip("'\"")])
             elif question.startswith("/"):

@@ -267,7 +267,7 @@ def _unshare(program: Program, *, yes: bool, as_json: bool) -> None:
     known = _read_share(program)
     if known is None:
         raise CliError(
-            "this box was not shared with llmbox share",
+            "this machine was not shared with llmbox share",
             f"there is no {program.paths.share_file}",
             "llmbox config get server.host says where it listens",
             Exit.NOT_FOUND,

@@ -196,7 +196,7 @@ async def prepare_ollama(call: RequestContext, data: ChatRequest | GenerateReque
 
 async def _prepare_raw(call: RequestContext, data: GenerateRequest, warnings: list[str]) -> OllamaCall:
     if data.images:
-        raise invalid("images", "a prompt without a template has no places for pictures")
+        raise invalid("images", "a prompt without a template has no places for images")
     raw = await prepare_translated_completion(call, raw_fields(data), NAMES)
     params = raw.generation.params
     if data.logprobs:

@@ -117,7 +117,7 @@ async def prepare_chat(
     prompt, images = await encode_chat(model, rendered, decoded)
     check_prompts([prompt], "messages", model)
     if images and body.truncate_prompt_tokens is not None:
-        raise invalid("truncate_prompt_tokens", "a prompt with pictures is not cut")
+        raise invalid("truncate_prompt_tokens", "a prompt with images is not truncated")
     prompts, cut = truncate_prompts([prompt], body.truncate_prompt_tokens, max_tokens, model)
     generation = Generation(
         id=public_id(prefix, body.request_id, call.exchange, call.gateway),
@@ -188,7 +188,7 @@ async def read_images(
     if info.image_problem or vision is None:
         raise ApiError(
             400,
-            f"{model.name} reads no pictures: {info.image_problem or NO_TOWER}.",
+            f"{model.name} cannot read images: {info.image_problem or NO_TOWER}.",
             code="images_not_supported",
             param=chat.images[0].param,
         )

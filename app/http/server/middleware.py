@@ -358,7 +358,7 @@ def _unsupported(message: str) -> ApiError:
 
 def _too_large(limit: int) -> ApiError:
     message = (
-        f"The request body is too large: at most {limit:,} bytes are taken (limits.body_bytes, "
+        f"The request body is too large: at most {limit:,} bytes are allowed (limits.body_bytes, "
         "limits.image_body_bytes for chats, and limits.file_bytes for files)."
     )
     return ApiError(413, message, "request_too_large", None, error_type(413))

@@ -298,7 +298,7 @@ def sizes_of(
     if head_dim * num_heads != hidden:
         raise fields.error(f"{keys[0]} {hidden} is not a multiple of {keys[2]} {num_heads}")
     if fields.integer("num_channels", 3) != 3 or fields.integer("in_channels", 3) != 3:
-        raise fields.error("pictures of other than 3 colors are not supported")
+        raise fields.error("images without 3 color channels are not supported")
     return {
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size", inner, most=16 * MAX_WIDTH),
@@ -314,7 +314,7 @@ def rope_theta(fields: Fields, default: float = 10000.0) -> float:
     rope = Fields(fields.mapping("rope_parameters") or {}, fields.where)
     theta = rope.number("rope_theta", fields.number("rope_theta", default))
     if rope.text("rope_type", "axial") not in {"axial", "default"} or not 1.0 < theta <= 1e15:
-        raise fields.error(f"rope_parameters {show(dict(rope.raw))} are not supported for pictures")
+        raise fields.error(f"rope_parameters {show(dict(rope.raw))} are not supported for images")
     return theta
 
 

@@ -76,7 +76,7 @@ def find_vision(directory: Path) -> tuple[VisionConfig | None, str]:
 
 
 def why_no_tower(model: Fields) -> str:
-    """Return why a model whose config.json has no tower reads no pictures."""
+    """Return why a model whose config.json has no tower cannot read images."""
     return model.text(IMAGE_PROBLEM, NO_TOWER)
 
 
@@ -153,7 +153,7 @@ def check_vision_tensors(
         if stored != shape:
             raise ModelError(
                 f"{entry.file}: tensor {shown(entry.name)} has shape {list(entry.shape)}, config.json asks "
-                f"for {list(shape)}: config and weights are not of the same model"
+                f"for {list(shape)}: config and weights do not belong to the same model"
             )
 
 

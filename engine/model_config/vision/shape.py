@@ -33,7 +33,7 @@ def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: 
     if low_detail:
         vision = replace(vision, processor=with_low_detail(vision.processor))
     if width < 1 or height < 1:
-        raise ImageSizeError(f"a picture of {width} x {height} pixels has none")
+        raise ImageSizeError(f"an image of {width} x {height} pixels has none")
     processor, side = vision.processor, vision.processor.unit
     if processor.kind == "tiles":
         return _idefics3_layout(vision, *tiles_of(processor, width, height)[1:])
@@ -117,7 +117,7 @@ def _longest_edge_size(processor: ImageProcessorConfig, width: int, height: int)
         height, width = math.floor(height / ratio), math.floor(width / ratio)
     if not width or not height:
         raise ImageSizeError(
-            "the picture is too thin: nothing is left of its shorter edge once the longer one has "
+            "the image is too thin: nothing is left of its shorter edge once the longer one has "
             f"{processor.longest} pixels; cut it into pieces"
         )
     unit = processor.unit
@@ -127,7 +127,7 @@ def _longest_edge_size(processor: ImageProcessorConfig, width: int, height: int)
 def _refuse_ratio(width: int, height: int) -> None:
     if max(height, width) / min(height, width) > MOST_RATIO:
         raise ImageSizeError(
-            f"a picture of {width} x {height} pixels is too long: this model takes at most {MOST_RATIO} "
+            f"an image of {width} x {height} pixels is too long: this model takes at most {MOST_RATIO} "
             "times as many pixels along one edge as along the other; cut it into pieces"
         )
 
@@ -290,7 +290,7 @@ KEPT_PICTURE_ROWS = 4096
 """Rows whose embeddings are kept."""
 
 NO_TOWER = "it is a language model without a vision tower"
-"""Reason why a model of texts reads no pictures."""
+"""Reason why a model of texts cannot read images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
