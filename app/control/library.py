@@ -218,7 +218,7 @@ class LocalModelFacts:
     """Default sampling parameters."""
     for_vectors: bool = False
     sees: bool = False
-    """The model reads pictures, where it runs on a CPU."""
+    """The model reads images, where it runs on a CPU."""
     """The model makes embeddings, and no text."""
 
     @property

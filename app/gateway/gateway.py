@@ -82,7 +82,7 @@ class Gateway:
         self.grammars = GrammarPool()
         self.images = ImageReader()
         self.fetches_images = settings.server.fetch_images
-        """True if pictures of http and https URLs are fetched; a reload sets it anew."""
+        """True if images of http and https URLs are fetched; a reload sets it anew."""
         self._log = log
         self._metrics = metrics
         self._observer = observer or NullObserver()

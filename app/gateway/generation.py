@@ -42,7 +42,7 @@ class Generation:
     model: LoadedModel
     prompts: list[list[int]]
     images: list[PreparedImage] = field(default_factory=list)
-    """Pictures of the only prompt."""
+    """Images of the only prompt."""
     params: SamplingParams
     """Sampling parameters of one choice. `max_tokens` and `seed` are set for each (`max_tokens` here is not
     read). With `pooling` each prompt gives a vector instead.
@@ -79,7 +79,7 @@ class Generation:
     reservation: QueueReservation | None = None
     """Places in the model's queue, reserved before the prompts were tokenized. Released on submission."""
     image_lease: ImageLease | None = None
-    """Memory of its pictures, counted from their decoding until it is answered."""
+    """Memory of its images, counted from their decoding until it is answered."""
     finish_by: float | None = None
     """Deadline in `time.monotonic()` seconds: the answer ends there, complete or not."""
     first_token_by: float | None = None

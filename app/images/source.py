@@ -1,4 +1,4 @@
-"""Picture as a request has it: as a file on this machine that a command sends, or by a URL, fetched from the
+"""Image as a request has it: as a file on this machine that a command sends, or by a URL, fetched from the
 public Internet and from nowhere else.
 
 A URL of a request must not reach what only this machine or its network reaches. So each name is resolved
@@ -48,7 +48,7 @@ class ImageSource:
 
 
 def read_image_url(text: str) -> str:
-    """Return a picture's file as a `data:` URL. Raises CliError."""
+    """Return an image's file as a `data:` URL. Raises CliError."""
     try:
         data = read_regular(Path(text).expanduser(), FILE_BYTES)
     except FileNotFoundError:
@@ -69,7 +69,7 @@ def read_image_url(text: str) -> str:
 
 
 def split_image_paths(text: str) -> tuple[str, list[str]]:
-    """Return a prompt without the paths of pictures in it that exist, and these paths."""
+    """Return a prompt without the paths of images in it that exist, and these paths."""
     found = []
 
     def cut(match: re.Match[str]) -> str:
@@ -90,7 +90,7 @@ def split_image_paths(text: str) -> tuple[str, list[str]]:
 
 
 SECONDS: Final = 15.0
-"""Time for everything: names, connections, redirects and the picture."""
+"""Time for everything: names, connections, redirects and the image."""
 CONNECT_SECONDS: Final = 3.0
 """Time for one address of a name that has more."""
 MOST_ADDRESSES: Final = 4
@@ -112,7 +112,7 @@ _LOCAL_NAT64: Final = ipaddress.ip_network("64:ff9b:1::/48")
 
 
 class FetchError(Exception):
-    """Picture that is not fetched, with the reason."""
+    """Image that is not fetched, with the reason."""
 
 
 def is_public(address: str) -> bool:

@@ -28,7 +28,7 @@ _QUANTIZATION = re.compile(
     r"(?:^|[-._])((?:UD[-_])?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))$", re.IGNORECASE
 )
 NO_PROJECTOR = Path("none")
-"""Word of a user who wants no pictures."""
+"""Word of a user who wants no images."""
 _WIDTHS = ("F16", "BF16", "F32", "Q8_0")
 _NAMELESS = ("", "model")
 """Names of projector files that name no model."""

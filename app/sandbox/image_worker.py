@@ -1,4 +1,4 @@
-"""Image worker: decodes and resizes pictures, `python -P -m llmbox.app.sandbox.image_worker`.
+"""Image worker: decodes and resizes images, `python -P -m llmbox.app.sandbox.image_worker`.
 
 A hostile file may take long or much memory, so the process lives under limits and the daemon may kill it
 (`worker.py`). The size in a file's header is checked before anything is decoded. Resizing and tiling are
@@ -54,7 +54,7 @@ _VERSION: Final = 1
 
 
 class ImageError(Exception):
-    """Picture that cannot be used, with the reason."""
+    """Image that cannot be used, with the reason."""
 
 
 def prepare(data: bytes, vision: VisionConfig, *, low: bool, most_pixels: int) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def decode(data: bytes, most_pixels: int) -> Image.Image:
 
 
 def turn(picture: Image.Image) -> Image.Image:
-    """Return the picture as its EXIF data turn it. Damaged data turn nothing: other viewers show it too."""
+    """Return the image as its EXIF data turn it. Damaged data turn nothing: other viewers show it too."""
     try:
         method = _TURNS.get(picture.getexif().get(ExifTags.Base.Orientation))
     except Exception:  # noqa: BLE001 - Pillow raises whatever its parser of TIFF meets
@@ -125,7 +125,7 @@ def content_hash(pixels: bytes, vision: VisionConfig, layout: ImageLayout) -> st
 
 
 def _hashes(pixels: bytes, vision: VisionConfig, layout: ImageLayout) -> Iterator[str]:
-    """Yield the hash of each picture that the engine makes of this one: of all, or of its crops."""
+    """Yield the hash of each image that the engine makes of this one: of all, or of its crops."""
     if layout.pictures == 1:
         yield content_hash(pixels, vision, layout)
         return

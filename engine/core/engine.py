@@ -300,7 +300,7 @@ class Engine:
         return block_map(scheduler.pool, kv_cache.computed_by, kv_cache.uses, scheduler.running)
 
     def _advance_images(self) -> list[RequestOutput]:
-        """Encode one slice of a picture. Returns the ends of the requests whose picture cannot be encoded."""
+        """Encode one slice of an image. Returns the ends of the requests whose image cannot be encoded."""
         assert self._images is not None
         try:
             self._images.advance()

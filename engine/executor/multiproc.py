@@ -47,7 +47,7 @@ class MultiprocExecutor:
     def __init__(
         self, workers: WorkerGroup, watchdog: WorkerWatchdog, images: EncodedImages | None = None
     ) -> None:
-        """`images`: embeddings of pictures, which rank 0 sends, as it has the vision tower."""
+        """`images`: embeddings of images, which rank 0 sends, as it has the vision tower."""
         self._workers = workers
         self._watchdog = watchdog
         self._encoder = StepEncoder(None if images is None else images.pieces)

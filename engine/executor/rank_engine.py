@@ -66,7 +66,7 @@ class RankEngine:
     proposers: Sequence[Proposer] = ()
     """Proposers of draft tokens that run a model."""
     images: EncodedImages | None = None
-    """Pictures of a model with a vision tower."""
+    """Images of a model with a vision tower."""
     takes_adapters: bool = False
     """Rows may have a LoRA adapter."""
     problem: str = ""

@@ -197,7 +197,7 @@ ARCHITECTURES: Final = {
 }
 """Architectures by GGUF's name. Mistral and Mixtral are called llama, Kimi K2 and GLM-4.7-Flash deepseek2,
 RoBERTa and XLM-R bert, without the rows of positions that stand for padding.
-Texts of a Qwen-VL are those of a Qwen: its file holds the language part, and positions in pictures are not
+Texts of a Qwen-VL are those of a Qwen: its file holds the language part, and positions in images are not
 used.
 Qwen3-Next is read as Qwen3.5: files have the linears of its gated delta nets in the same parts.
 """

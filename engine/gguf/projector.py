@@ -73,7 +73,7 @@ class ClipFields(Fields):
         }
 
     def pixel_limits(self, least: int, most: int) -> dict[str, int]:
-        """Return the limits of a picture; files seldom have them, then those of the published models."""
+        """Return the limits of an image; files seldom have them, then those of the published models."""
         return {
             "min_pixels": self.integer("image_min_pixels", least),
             "max_pixels": self.integer("image_max_pixels", most),

@@ -175,11 +175,11 @@ class MemoryPlan:
     draft_method: DraftMethod | None = None
     """Proposer of draft tokens that is loaded beside the model; None: there is none."""
     image_problem: str = NO_TOWER
-    """Reason why no pictures are read; empty if they are."""
+    """Reason why no images are read; empty if they are."""
     vision_bytes: int = 0
     """Part of `weights_bytes` that the vision tower takes."""
     image_cache_bytes: int = 0
-    """Part of `workspace_bytes` that keeps embeddings of pictures."""
+    """Part of `workspace_bytes` that keeps embeddings of images."""
 
     buffer_bytes: int = 0
     """Main memory for blocks on their way to and from disk, on a CPU."""

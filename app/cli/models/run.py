@@ -154,14 +154,14 @@ class ChatSession:
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._messages: list[dict[str, Any]] = []
         self._images: list[str] = []
-        """URLs of pictures for the next question."""
+        """URLs of images for the next question."""
         self.image_problem: str = (model["info"] or {}).get("image_problem", "")
         """Reason why the model cannot read images; empty if it does."""
         if not self._chat:
             self.image_problem = self.image_problem or "it has no chat template"
 
     def attach(self, url: str) -> None:
-        """Add a picture to the next question. Raises CliError for a model that reads none."""
+        """Add an image to the next question. Raises CliError for a model that reads none."""
         if self.image_problem:
             raise CliError(
                 f"{self._fixed['model']} cannot read images",
@@ -172,7 +172,7 @@ class ChatSession:
 
     @property
     def num_images(self) -> int:
-        """Number of pictures for the next question."""
+        """Number of images for the next question."""
         return len(self._images)
 
     def drop_images(self) -> None:
@@ -183,7 +183,7 @@ class ChatSession:
         self.drop_images()
 
     def ask(self, question: str) -> None:
-        """Stream the answer to stdout. Ctrl-C or an error ends the answer and keeps the text so far; pictures
+        """Stream the answer to stdout. Ctrl-C or an error ends the answer and keeps the text so far; images
         of a question without an answer are kept for the next one.
         """
         content: str | list[dict[str, Any]] = question
@@ -309,7 +309,7 @@ def _chat(program: Program, talk: ChatSession) -> None:
 
 
 def _attach(talk: ChatSession, paths: Sequence[str]) -> None:
-    """Add pictures to the next question, or say why not."""
+    """Add images to the next question, or say why not."""
     for path in paths:
         try:
             talk.attach(read_image_url(path))

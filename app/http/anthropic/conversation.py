@@ -73,7 +73,7 @@ def _system(system: str | list[TextBlock]) -> str:
 
 
 def _text_of(turn: ChatMessages) -> str:
-    """Return the text of system messages, which have no pictures."""
+    """Return the text of system messages, which have no images."""
     parts = [part for message in turn for part in message["content"]]
     if any(part["type"] != "text" for part in parts):
         raise ApiError(
@@ -170,7 +170,7 @@ def _result(at: str, block: ToolResultBlock) -> dict[str, Any]:
 
 
 def _image(at: str, block: ImageBlock) -> dict[str, Any]:
-    """Return the picture as a part of a chat message. Raises ApiError 400."""
+    """Return the image as a part of a chat message. Raises ApiError 400."""
     source = block.source
     match source.type:
         case "base64" if source.data is not None:

@@ -110,7 +110,7 @@ def _format(asked: Any) -> dict[str, Any]:
 
 
 def with_images(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
-    """Return the content of a message: pictures stand before its text."""
+    """Return the content of a message: images stand before its text."""
     if not images:
         return text
     parts: list[dict[str, Any]] = [

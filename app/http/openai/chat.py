@@ -178,7 +178,7 @@ async def chat_ids(gateway: Gateway, model: LoadedModel, chat: Chat, tenant: str
 async def read_images(
     gateway: Gateway, model: LoadedModel, chat: Chat, tenant: str
 ) -> tuple[ImageLease | None, list[DecodedImage]]:
-    """Decode the pictures of a conversation, with the lease of their memory. Raises ApiError: 400, also for a
+    """Decode the images of a conversation, with the lease of their memory. Raises ApiError: 400, also for a
     model that reads none, 429 and 503.
     """
     if not chat.images:
@@ -202,7 +202,7 @@ async def read_images(
 async def encode_chat(
     model: LoadedModel, rendered: RenderedChat, decoded: Sequence[DecodedImage]
 ) -> tuple[list[int], list[PreparedImage]]:
-    """Return the ids of a prompt, and its pictures with their places. Raises ApiError."""
+    """Return the ids of a prompt, and its images with their places. Raises ApiError."""
     vision = model.text.vision
     if not decoded or vision is None:
         return await model.text.off_loop(len(rendered.marked), rendered.ids), []

@@ -176,7 +176,7 @@ def build_chat(body: Any, limits: LimitSettings) -> Chat:
 
 
 class ChatImages:
-    """Pictures of a conversation, and the mark that stands for each in the text around them."""
+    """Images of a conversation, and the mark that stands for each in the text around them."""
 
     def __init__(self) -> None:
         self.sources: list[ImageSource] = []

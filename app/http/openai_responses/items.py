@@ -135,7 +135,7 @@ def _text(at: str, content: str | list[ContentPartParam]) -> str:
 
 
 def _content(at: str, content: str | list[ContentPartParam]) -> str | list[dict[str, Any]]:
-    """Return text, or text and pictures as parts of a chat message."""
+    """Return text, or text and images as parts of a chat message."""
     if isinstance(content, str) or all(part.type != "input_image" for part in content):
         return _text(at, content)
     parts: list[dict[str, Any]] = []
@@ -156,7 +156,7 @@ def _content(at: str, content: str | list[ContentPartParam]) -> str | list[dict[
 
 
 def _output(parts: list[ContentPartParam]) -> str:
-    """Return a tool's output as text. Pictures and files become a note to the model: an error would end an
+    """Return a tool's output as text. Images and files become a note to the model: an error would end an
     agent's session.
     """
     return "\n".join(
