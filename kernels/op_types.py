@@ -254,7 +254,7 @@ class BatchLayout:
     states: StateLayout | None = None
     """For models with recurrent layers."""
     spans_N: Tensor | None = None
-    """For models whose rows of a picture see each other: 0 for rows that see positions up to their own, 1 for
+    """For models whose rows of an image see each other: 0 for rows that see positions up to their own, 1 for
     a sequence whose rows see all of them up to its last, 2 for one that does so in layers with a sliding
     window alone."""
     adapters: AdaptedRows | None = None

@@ -50,7 +50,7 @@ def mmproj_option(function: F) -> F:
     return click.option(
         "--mmproj",
         metavar="FILE",
-        help="Projector file of a GGUF model, for pictures; none: no projector. Default: the one beside the "
+        help="Projector file of a GGUF model, for images; none: no projector. Default: the one beside the "
         "model.",
     )(function)
 

@@ -50,7 +50,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "unload": (".models.load:unload", "Unload a model from memory."),
     "pin": (".models.load:pin", "Pin a model in memory: it is never evicted."),
     "unpin": (".models.load:unpin", "Unpin a model: it may be evicted again."),
-    "share": (".server.share:share", "Let other devices on your network use this box; --off ends it."),
+    "share": (
+        ".server.share:share",
+        "Let other devices on your network use this machine's models; --off ends it.",
+    ),
     "key": (".admin.key:key", "Manage API keys: make, list, rotate, revoke."),
     "requests": (".admin.requests:requests", "Read the request log, follow it, cancel a request."),
     "why": (".admin.replay:why", "Show where the time of one request went."),
@@ -61,7 +64,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "dash": ("llmbox.ui.tui.command:top", "Same as top."),
     "config": (".admin.config:config", "Show and change settings."),
     "connect": (".admin.connect:connect", "Print the settings that make other programs use this daemon."),
-    "mcp": (".admin.connect:mcp", "Serve MCP on stdin and stdout, for assistants that manage this box."),
+    "mcp": (
+        ".admin.connect:mcp",
+        "Serve MCP on stdin and stdout, for assistants that manage this machine's models.",
+    ),
     "ray": (".server.ray:ray", "Deploy a model under Ray Serve, on one machine or several."),
     "service": (".server.service:service", "Run the daemon under systemd."),
     "db": (".admin.doctor:db", "Maintain the request log's database: check, vacuum, back up, migrate."),
@@ -219,7 +225,7 @@ INTERRUPTED = 130
 @click.version_option(package_name="llmbox", prog_name="llmbox", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
-    """Serve language models on one box.
+    """Serve language models on one machine.
 
     Start with `llmbox up`, then point any OpenAI client at the printed URL.
     """

@@ -32,20 +32,23 @@ class ModelSettings:
     )
     quant_head: Literal["none", "int8"] = live_key(
         "none",
-        "Format to which the output head of a quantized checkpoint (and a table tied to it) is rounded at "
-        "load where it is unquantized, as in AWQ and GPTQ; int8 needs a CPU.",
+        "Format that the output head of a quantized checkpoint (and a tied embedding table) is quantized to "
+        "at load if the checkpoint left it unquantized, as AWQ and GPTQ do; int8 needs a CPU.",
     )
     ctx: int | None = live_key(
         None,
-        "Longest prompt plus output, in tokens; auto: the model's limit, or what fits in memory.",
+        "Context length: maximum prompt plus output in tokens; auto: the model's limit, or what fits in "
+        "memory.",
         low=16,
         high=1 << 26,
     )
-    max_running: int | None = live_key(None, "Most sequences computed together.", low=1, high=65_536)
+    max_running: int | None = live_key(
+        None, "Maximum number of sequences running at once.", low=1, high=65_536
+    )
     token_budget: int | None = live_key(
         None,
-        "Most tokens computed in one step; with --pp the stages share it. auto: on a CPU, half a second of "
-        "work, or a tenth of a second while others stream.",
+        "Maximum number of tokens in one step; with --pp the stages share it. auto: on a CPU, half a second "
+        "of work, or a tenth of a second while other requests stream.",
         low=16,
         high=1 << 20,
     )
@@ -53,11 +56,11 @@ class ModelSettings:
         None, "Memory budget in GB (10^9 bytes) for weights, KV and workspace.", low=0.05, high=100_000
     )
     kv_tokens: int | None = key(
-        None, "Size of the KV cache in tokens; auto: what the memory budget leaves.", low=16, high=1 << 30
+        None, "Size of the KV cache in tokens; auto: the rest of the memory budget.", low=16, high=1 << 30
     )
     kv_host_memory: float | None = live_key(
         None,
-        "Main memory in GB for KV blocks evicted from a GPU; auto: a fifth of what is free; 0: none.",
+        "Main memory in GB for KV blocks evicted from a GPU; auto: a fifth of the free memory; 0: none.",
         low=0,
         high=100_000,
     )
@@ -66,22 +69,22 @@ class ModelSettings:
     )
     tp: int | None = live_key(
         None,
-        "Processes or GPUs that share every layer of a model (tensor parallelism); auto: one GPU, or as "
+        "Tensor parallel size: processes or GPUs that share every layer of a model; auto: one GPU, or as "
         "many NVLink peers as the model needs.",
         low=1,
         high=16,
     )
     pp: int | None = live_key(
         None,
-        "Stages that the layers of a model are divided into (pipeline parallelism); auto divides them where "
-        "a model needs several GPUs that have no NVLink.",
+        "Pipeline parallel size: stages that the layers of a model are divided into; auto: one, or more if a "
+        "model needs several GPUs without NVLink.",
         low=1,
         high=16,
     )
     expert_parallel: bool = live_key(
         False,
-        "Give each rank of --tp whole experts of a mixture-of-experts model, not a part of each (expert "
-        "parallelism).",
+        "Expert parallelism: give each rank of --tp whole experts of a mixture-of-experts model instead of "
+        "a part of each.",
     )
     redundant_experts: int = live_key(
         0,
@@ -97,8 +100,8 @@ class ModelSettings:
     )
     disaggregate: str = live_key(
         "",
-        "Cores of a prefill engine and of a decode engine, as P:D (1:1), so that long prompts do not slow "
-        "down streams. auto: two engines while prompts are measured to slow down streams. Empty: one "
+        "Cores of a separate prefill engine and of the decode engine, as P:D (1:1), so that long prompts do "
+        "not slow down streams. auto: two engines while prompts measurably slow down streams. Empty: one "
         "engine.",
         each=(is_pair, "two numbers of cores with a colon between, such as 1:1, or auto"),
     )
@@ -113,10 +116,10 @@ class ModelSettings:
         high=0.9,
     )
     prefix_cache: bool = live_key(
-        True, "Prefix caching: keep the KV cache of prompts and reuse it for prompts that begin the same."
+        True, "Prefix caching: keep the KV cache of prompts and reuse it for prompts with the same beginning."
     )
     chunked_prefill: bool = live_key(
-        True, "Chunked prefill: compute long prompts in pieces, between the tokens of other requests."
+        True, "Chunked prefill: compute long prompts in chunks, between the tokens of other requests."
     )
     speculate: Literal["auto", "on", "off"] = live_key(
         "auto",
@@ -126,9 +129,9 @@ class ModelSettings:
     )
     draft: str = live_key(
         "",
-        "Draft model with the same vocabulary, or EAGLE-3 or Medusa head, whose tokens are verified too. "
-        "mtp: the checkpoint's own layer for multi-token prediction, which is also the default where it can "
-        "be used; none: neither.",
+        "Draft model with the same vocabulary, or EAGLE-3 or Medusa head, for speculative decoding. "
+        "mtp: the checkpoint's own layer for multi-token prediction, which is also the default if it can "
+        "be used; none: no draft model, head or layer.",
     )
     lora_memory: float = live_key(
         0.5, "Memory in GB for a model's LoRA adapters; the least recently used ones are evicted.", low=0.001
@@ -144,7 +147,7 @@ class ModelSettings:
         "2 and 4, which needs integer weights (--quant int8) and --kv-dtype int8, or the model is refused.",
     )
     overlap: bool = live_key(
-        True, "On a GPU, prepare the next step while one is computed (a CPU does them in turn)."
+        True, "On a GPU, schedule the next step while the current one is computed; no effect on CPUs."
     )
     cuda_graphs: bool = live_key(
         True, "On a GPU, replay decoding steps from captured CUDA graphs; off saves their memory."
@@ -162,7 +165,7 @@ class MemorySettings:
 
     budget: float | None = live_key(
         None,
-        "GB (10^9 bytes) that all models may take together; auto: 80 % of RAM, 90 % of a GPU's memory.",
+        "Memory in GB (10^9 bytes) for all models together; auto: 80 % of RAM, 90 % of a GPU's memory.",
         low=0.05,
         high=100_000,
     )
@@ -178,7 +181,7 @@ class MemorySettings:
         "CPU, engines are forked from it (0.1 GB); with a GPU, the next engine takes it over (0.15 GB).",
     )
     load_on_request: bool = live_key(
-        True, "Load a model that is on disk when a request names it; nothing is downloaded."
+        True, "Load a model on disk when a request names it. Downloads: see hub.pull_on_request."
     )
 
 
@@ -188,6 +191,6 @@ class CacheSettings:
         50.0, "Disk space in GB for weights packed for the CPU kernels.", low=0, high=1e6
     )
     kv_disk_gb: float | None = key(
-        None, "Disk space in GB for KV blocks; auto: a fifth of what is free, at most 50.", low=0, high=1e6
+        None, "Disk space in GB for KV blocks; auto: a fifth of the free space, at most 50.", low=0, high=1e6
     )
     kv_key_share: float = key(0.5, "Share of cache.kv_disk_gb that one API key may use.", low=0.01, high=1)

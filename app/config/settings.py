@@ -17,10 +17,12 @@ from .model_settings import CacheSettings, MemorySettings, ModelSettings
 class ServerSettings:
     host: str = key("127.0.0.1", "Address to listen on; 127.0.0.1 also listens on ::1.")
     port: int = key(7411, "TCP port of the API; 0 picks a free port.", low=0, high=65535)
-    tls: bool = key(False, "Serve HTTPS, with server.tls_certificate or a certificate made by llmbox.")
-    tls_certificate: str = key("", "PEM file of the certificate and its chain; empty: one made by llmbox.")
+    tls: bool = key(False, "Serve HTTPS, with server.tls_certificate or a self-signed certificate of llmbox.")
+    tls_certificate: str = key(
+        "", "PEM file of the certificate and its chain; empty: a self-signed certificate of llmbox."
+    )
     tls_key: str = key("", "PEM file of the certificate's private key, without a password.")
-    mdns: bool = key(False, "Announce the box by mDNS when other machines can connect; needs zeroconf.")
+    mdns: bool = key(False, "Announce the daemon by mDNS when other machines can connect; needs zeroconf.")
     models: tuple[str, ...] = key(("builtin",), "Models loaded at start when the command names none.")
     allowed_hosts: tuple[str, ...] = key(
         (), "Additional names to accept in the Host header, as host or host:port."
@@ -41,7 +43,7 @@ class ServerSettings:
         "Require an API key on this machine too. When other machines can connect, one is always required.",
     )
     fetch_images: bool = live_key(
-        False, "Fetch pictures that requests name by an http or https URL, from public addresses only."
+        False, "Fetch images that requests name by an http or https URL, from public addresses only."
     )
     mcp_commands: bool = live_key(
         False, "Let the chat start local programs as MCP servers, run as this user."
@@ -55,29 +57,34 @@ class ServerSettings:
     restart_cooldown: float = key(
         30.0,
         "Seconds before a model whose engine died five times in a minute is started again; doubled after "
-        "each failure. 0: only a load by the owner starts it.",
+        "each failure. 0: only llmbox load starts it.",
         low=0,
         high=86_400,
     )
     restart_cooldown_max: float = key(
-        900.0, "Limit of server.restart_cooldown as it doubles, in seconds.", low=1, high=86_400
+        900.0, "Upper limit of the doubled server.restart_cooldown, in seconds.", low=1, high=86_400
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitSettings:
-    body_bytes: int = key(2_000_000, "Largest request body.", low=1024, high=1 << 30)
-    file_bytes: int = key(100_000_000, "Largest file that is uploaded.", low=1024, high=1 << 36)
+    body_bytes: int = key(2_000_000, "Maximum size of a request body in bytes.", low=1024, high=1 << 30)
+    file_bytes: int = key(100_000_000, "Maximum size of an uploaded file in bytes.", low=1024, high=1 << 36)
     image_body_bytes: int = key(
-        32_000_000, "Largest body of a request that may have pictures.", low=1024, high=1 << 30
+        32_000_000,
+        "Maximum size of the body of a request that may contain images, in bytes.",
+        low=1024,
+        high=1 << 30,
     )
-    image_bytes: int = key(20_000_000, "Largest picture of a request, as a file.", low=1024, high=1 << 28)
-    image_pixels: int = key(40_000_000, "Most pixels of a picture.", low=1024, high=1 << 28)
-    images: int = key(64, "Most pictures of one request.", low=0, high=10_000)
+    image_bytes: int = key(
+        20_000_000, "Maximum size of an image file in a request, in bytes.", low=1024, high=1 << 28
+    )
+    image_pixels: int = key(40_000_000, "Maximum number of pixels of an image.", low=1024, high=1 << 28)
+    images: int = key(64, "Maximum number of images in one request.", low=0, high=10_000)
     header_line_bytes: int = key(
-        16_384, "Longest header line, request line included.", low=1024, high=1 << 20
+        16_384, "Maximum length of a header line, request line included, in bytes.", low=1024, high=1 << 20
     )
-    header_count: int = key(100, "Most headers of one request.", low=8, high=10_000)
+    header_count: int = key(100, "Maximum number of headers of one request.", low=8, high=10_000)
     header_timeout: float = key(15.0, "Seconds for a client to send its headers.", low=0.1, high=3600)
     body_timeout: float = key(60.0, "Seconds for a client to send its body.", low=0.1, high=3600)
     idle_timeout: float = key(
@@ -85,29 +92,29 @@ class LimitSettings:
     )
     connections: int = key(
         4096,
-        "Most open TCP connections; at the limit, a new one closes the one that has been idle longest.",
+        "Maximum number of open TCP connections; at the limit, a new one closes the longest idle one.",
         low=8,
         high=1_000_000,
     )
     connections_per_address: int | None = key(
         None,
-        "Most open connections from one other machine; auto: a quarter of limits.connections.",
+        "Maximum number of connections from one other machine; auto: a quarter of limits.connections.",
         low=1,
         high=1_000_000,
     )
-    json_depth: int = key(32, "Deepest nesting of a JSON body.", low=4, high=512)
-    messages: int = key(2048, "Most messages of one chat request.", low=1, high=1_000_000)
-    tools: int = key(128, "Most tools of one chat request.", low=1, high=100_000)
-    stop_strings: int = key(16, "Most stop strings of one request.", low=1, high=1024)
-    stop_string_bytes: int = key(256, "Longest stop string.", low=1, high=65_536)
-    logit_bias: int = key(1024, "Most entries of logit_bias.", low=1, high=1_000_000)
+    json_depth: int = key(32, "Maximum nesting depth of a JSON body.", low=4, high=512)
+    messages: int = key(2048, "Maximum number of messages in one chat request.", low=1, high=1_000_000)
+    tools: int = key(128, "Maximum number of tools in one chat request.", low=1, high=100_000)
+    stop_strings: int = key(16, "Maximum number of stop strings in one request.", low=1, high=1024)
+    stop_string_bytes: int = key(256, "Maximum length of a stop string in bytes.", low=1, high=65_536)
+    logit_bias: int = key(1024, "Maximum number of entries in logit_bias.", low=1, high=1_000_000)
     grammar_bytes: int = key(
-        65_536, "Largest schema, regex, choice or grammar of one request.", low=64, high=1_000_000
+        65_536, "Maximum size of a schema, regex, choice or grammar in bytes.", low=64, high=1_000_000
     )
     additional_properties: bool = live_key(
-        False, "Allow keys that a JSON schema does not name, where it has no additionalProperties."
+        False, "Allow keys that a JSON schema does not list if it does not set additionalProperties."
     )
-    choices: int = key(16, "Largest n (answers of one request).", low=1, high=1024)
+    choices: int = key(16, "Maximum of n, the number of answers to one request.", low=1, high=1024)
     request_timeout: float = live_key(
         0.0,
         "Seconds after which an answer ends, complete or not; 0: no limit. Requests may set less.",
@@ -120,7 +127,9 @@ class LimitSettings:
         low=0,
         high=86_400,
     )
-    queue: int = key(512, "Requests that may wait for a model; one more gets 429.", low=1, high=1_000_000)
+    queue: int = key(
+        512, "Maximum number of requests waiting for a model; one more gets 429.", low=1, high=1_000_000
+    )
     admission: Literal["queue", "slo"] = live_key(
         "queue",
         "When requests are refused with 429. queue: when the queue is full; slo: also when they would miss "
@@ -128,12 +137,12 @@ class LimitSettings:
     )
     queue_per_key: int = key(
         64,
-        "Requests of one key that a model accepts even if those of others fill its queue.",
+        "Requests of one key that a model accepts even if other keys fill its queue.",
         low=0,
         high=1_000_000,
     )
     stream_buffer_bytes: int = key(
-        1_000_000, "Most unread bytes buffered for one slow stream.", low=4096, high=1 << 30
+        1_000_000, "Maximum number of unread bytes buffered for one slow stream.", low=4096, high=1 << 30
     )
     stream_timeout: float = key(
         60.0, "Seconds without progress after which a slow stream is closed.", low=1, high=3600
@@ -146,15 +155,17 @@ class HubSettings:
 
     bandwidth: float | None = live_key(
         None,
-        "Most MB (10^6 bytes) per second for all downloads together; auto: no limit.",
+        "Bandwidth limit of all downloads together, in MB (10^6 bytes) per second; auto: no limit.",
         low=0.01,
         high=100_000,
     )
-    files_at_once: int = key(4, "Most files fetched at once, over all downloads.", low=1, high=64)
+    files_at_once: int = key(
+        4, "Maximum number of files downloaded at once, over all downloads.", low=1, high=64
+    )
     pull_on_request: Literal["off", "recommended", "any"] = live_key(
         "off",
         "Models that a request may download by naming them: none, the recommended ones, or any on the hub. "
-        "Until the model is there, requests get 503 with the progress.",
+        "Until the download is complete, requests get 503 with the progress.",
     )
 
 
@@ -163,7 +174,9 @@ class LogSettings:
     level: Literal["debug", "info", "warning", "error"] = live_key(
         "info", "Lowest level that is written to the daemon log."
     )
-    file_bytes: int = key(10_000_000, "Size at which the daemon log is rotated.", low=10_000, high=1 << 40)
+    file_bytes: int = key(
+        10_000_000, "Size in bytes at which the daemon log is rotated.", low=10_000, high=1 << 40
+    )
     files: int = key(3, "Number of rotated daemon logs to keep.", low=0, high=1000)
 
 
@@ -176,7 +189,7 @@ class RequestSettings:
     retention_days: float = key(30.0, "Days that request rows are kept.", low=0.01, high=36_500)
     max_bytes: int = key(
         256_000_000,
-        "Size of the request log above which the oldest rows are deleted.",
+        "Size of the request log in bytes above which the oldest rows are deleted.",
         low=1_000_000,
         high=1 << 44,
     )
@@ -190,7 +203,7 @@ class RequestSettings:
     )
     content_bytes: int = key(
         256_000,
-        "Most bytes kept of each prompt, answer and request; the rest is cut off.",
+        "Maximum number of bytes kept of each prompt, answer and request; the rest is cut off.",
         low=1000,
         high=1 << 26,
     )
@@ -201,22 +214,22 @@ class RequestSettings:
     stored_days: float = key(30.0, "Days that stored answers are kept.", low=0.01, high=36_500)
     stored_bytes: int = key(
         256_000_000,
-        "Total size of stored answers above which the oldest are deleted, in addition to max_bytes.",
+        "Total size of stored answers in bytes above which the oldest are deleted; not part of max_bytes.",
         low=1_000_000,
         high=1 << 44,
     )
     batch_days: float = key(30.0, "Days that batches and their results are kept.", low=0.01, high=36_500)
     batch_bytes: int = key(
         1_000_000_000,
-        "Most bytes of batches, including results, that one key may keep, in addition to max_bytes.",
+        "Maximum size of one key's batches and their results, in bytes; not part of max_bytes.",
         low=100_000,
         high=1 << 44,
     )
     file_days: float = key(30.0, "Days that uploaded files are kept.", low=0.01, high=36_500)
     file_bytes: int = key(
-        1_000_000_000, "Most bytes of uploaded files that one key may keep.", low=100_000, high=1 << 44
+        1_000_000_000, "Maximum size of one key's uploaded files, in bytes.", low=100_000, high=1 << 44
     )
-    batch_parallel: int = key(8, "Requests of batches that run at once.", low=1, high=4096)
+    batch_parallel: int = key(8, "Maximum number of batch requests that run at once.", low=1, high=4096)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +262,7 @@ class TelemetrySettings:
     otlp_headers_file: str = key(
         "",
         "File with headers for the collector, one 'Name: value' per line, readable by its owner only; "
-        "empty: those of OTEL_EXPORTER_OTLP_HEADERS.",
+        "empty: the value of OTEL_EXPORTER_OTLP_HEADERS.",
     )
     otlp_service_name: str = key("llmbox", "Name of this service in traces.")
     trace_share: float = key(

@@ -113,7 +113,7 @@ class Library:
             except OSError as error:
                 raise ApiError(
                     507,
-                    f"The hub's answers cannot be kept: {error.strerror or error}. "
+                    f"The hub's data cannot be saved: {error.strerror or error}. "
                     "Free some space, then try again.",
                     "disk_full" if error.errno in {errno.ENOSPC, errno.EDQUOT} else "storage_error",
                     type="server_error",
@@ -218,7 +218,7 @@ class LocalModelFacts:
     """Default sampling parameters."""
     for_vectors: bool = False
     sees: bool = False
-    """The model reads pictures, where it runs on a CPU."""
+    """The model reads images, where it runs on a CPU."""
     """The model makes embeddings, and no text."""
 
     @property

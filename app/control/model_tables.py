@@ -35,8 +35,8 @@ class EvictedModel:
     def unavailable(self) -> ApiError:
         return ApiError(
             503,
-            f"{self.name} left memory {self.reason}, and requests load no models here. "
-            f"Ask the box's owner to load it again: llmbox load {self.name}",
+            f"{self.name} was evicted {self.reason}, and requests do not load models here "
+            f"(memory.load_on_request). Ask the owner to load it again: llmbox load {self.name}",
             "model_evicted",
             type="server_error",
             headers={"Retry-After": "60"},

@@ -357,7 +357,7 @@ def _as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, EngineError):
         return ApiError(400, str(error), code=error.code)
     log.error("unexpected error while loading", exc_info=error)
-    return ApiError(500, "Loading failed by an internal error.", code="engine_error", type="server_error")
+    return ApiError(500, "Loading failed with an internal error.", code="engine_error", type="server_error")
 
 
 def _with_warnings(name: str, text: TextModel, supervisor: Supervisor) -> TextModel:

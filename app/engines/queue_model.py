@@ -289,7 +289,7 @@ class QueueModel:
         if request.fork_of:
             entry = _Entry(_band(request), 0)
         else:
-            # Hashes do not tell pictures apart, and log-probabilities of a prompt need all of it computed.
+            # Hashes do not tell images apart, and log-probabilities of a prompt need all of it computed.
             is_cached = not request.images and request.params.prompt_logprobs is None
             hashes = block_hashes(request, info.block_size, len(request.prompt_ids)) if is_cached else ()
             has_cache = self._stats.prefix_queries > 0

@@ -143,12 +143,12 @@ class TokenStream:
 
 
 class SharedImages:
-    """Pictures of the requests in an engine: each is sent once for all of them, before the first one."""
+    """Images of the requests in an engine: each is sent once for all of them, before the first one."""
 
     def __init__(self, send: Callable[[KeepImages], None]) -> None:
         self._send = send
         self._users: defaultdict[bytes, set[str]] = defaultdict(set)
-        """Ids of requests by the hash of a picture that the engine has."""
+        """Ids of requests by the hash of an image that the engine has."""
 
     def send(self, request: AddRequest) -> AddRequest:
         """Send what the engine has not, and return the request without pixels. Raises FrameTooLarge."""
@@ -162,7 +162,7 @@ class SharedImages:
         return replace(request, images=[replace(image, pixels=b"") for image in request.images])
 
     def release(self, request: AddRequest) -> None:
-        """Have the engine drop pictures that no other open request has."""
+        """Have the engine drop images that no other open request has."""
         drop = []
         for digest in {image.content_hash for image in request.images}:
             users = self._users.get(digest, set())

@@ -41,8 +41,8 @@ def check_generates(model: LoadedModel) -> None:
     if not info.generates:
         raise ApiError(
             400,
-            f"{name} makes embeddings or scores and no text: send it to /v1/embeddings or /v1/rerank, or "
-            "name another model.",
+            f"{name} makes embeddings or scores, not text: send the request to /v1/embeddings or "
+            "/v1/rerank, or name another model.",
             code="generation_not_supported",
             param="model",
         )
@@ -82,7 +82,7 @@ class Gateway:
         self.grammars = GrammarPool()
         self.images = ImageReader()
         self.fetches_images = settings.server.fetch_images
-        """True if pictures of http and https URLs are fetched; a reload sets it anew."""
+        """True if images of http and https URLs are fetched; a reload sets it anew."""
         self._log = log
         self._metrics = metrics
         self._observer = observer or NullObserver()

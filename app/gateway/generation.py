@@ -42,7 +42,7 @@ class Generation:
     model: LoadedModel
     prompts: list[list[int]]
     images: list[PreparedImage] = field(default_factory=list)
-    """Pictures of the only prompt."""
+    """Images of the only prompt."""
     params: SamplingParams
     """Sampling parameters of one choice. `max_tokens` and `seed` are set for each (`max_tokens` here is not
     read). With `pooling` each prompt gives a vector instead.
@@ -79,7 +79,7 @@ class Generation:
     reservation: QueueReservation | None = None
     """Places in the model's queue, reserved before the prompts were tokenized. Released on submission."""
     image_lease: ImageLease | None = None
-    """Memory of its pictures, counted from their decoding until it is answered."""
+    """Memory of its images, counted from their decoding until it is answered."""
     finish_by: float | None = None
     """Deadline in `time.monotonic()` seconds: the answer ends there, complete or not."""
     first_token_by: float | None = None
@@ -203,7 +203,7 @@ def deadline_error(what: str, code: str) -> ApiError:
     """Error 503 of a missed deadline, so that a client may retry here or elsewhere."""
     return ApiError(
         503,
-        f"The time limit of this request was over before {what}. Ask again later, or for a longer limit "
+        f"The time limit of this request ended before {what}. Try again later, or set a longer limit "
         "('timeout', 'first_token_timeout').",
         code=code,
         type="server_error",

@@ -292,7 +292,7 @@ def adapter_removed(name: str) -> ApiError:
     return ApiError(
         404,
         f"The files of the adapter {name!r} are gone: it was removed while the request waited, or by hand. "
-        "Add it again, or ask for its base.",
+        "Add it again, or use its base model.",
         "model_not_found",
         "model",
     )

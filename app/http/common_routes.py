@@ -239,7 +239,7 @@ async def load_lora_adapter(request: StrictRequest, data: Annotated[LoadAdapterR
     if not folder.is_absolute():
         raise ApiError(
             400,
-            "'lora_path' must be the absolute path of a folder on the box.",
+            "'lora_path' must be the absolute path of a folder on the server.",
             "invalid_value",
             "lora_path",
         )

@@ -55,7 +55,7 @@ class McpSessions:
         """Return a session's server. Raises ApiError 404, upon which clients begin a new session."""
         known, server = self._all.get(id_, (None, None))
         if server is None or known != owner:
-            raise ApiError(404, "This MCP session has ended. Begin a new one.", "session_not_found", SESSION)
+            raise ApiError(404, "This MCP session has ended. Start a new one.", "session_not_found", SESSION)
         self._all.move_to_end(id_)
         return server
 

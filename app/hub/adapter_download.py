@@ -137,9 +137,9 @@ def choose_adapter_files(listing: RepoListing) -> list[RepoFile]:
     if listing.file(CONFIG) is None:
         raise HubError(
             "no_weights",
-            f"{listing.repo} is no adapter",
+            f"{listing.repo} is not an adapter",
             f"it has no {CONFIG}",
-            f"a model is fetched by llmbox pull {listing.repo}",
+            f"to download a model: llmbox pull {listing.repo}",
         )
     why, fix = f"it has no {WEIGHTS}", "look for another adapter on the hub"
     if listing.file(PICKLE) is not None:

@@ -179,7 +179,7 @@ def _check_fit(hub: Hub, listing: RepoListing, download: Download, fit: FitCheck
             "does_not_fit",
             f"{download.model} does not fit on this machine",
             reason,
-            f"llmbox fit {download.model} says more; with --anyway it is downloaded anyway",
+            f"llmbox fit {download.model} says more; --anyway downloads it",
         )
 
 

@@ -61,7 +61,7 @@ def of_status(status: int, headers: Headers | None, what: str, token: str | None
             "bad_token",
             f"the hub refuses the token for {what}",
             "HTTP 401: it is invalid or expired",
-            "make a new one on the hub and set HF_TOKEN, then restart the daemon: llmbox restart",
+            "create a new one on the hub and set HF_TOKEN, then restart the daemon: llmbox restart",
         )
     if status in {401, 404}:
         return not_found(what, token)
@@ -91,14 +91,14 @@ def gated(what: str, token: str | None) -> HubError:
         if token
         else "accept its terms on the model's page, then set HF_TOKEN and restart the daemon: llmbox restart"
     )
-    return HubError("repo_gated", f"{what} is gated", "its authors let only approved accounts in", fix)
+    return HubError("repo_gated", f"{what} is gated", "its authors admit only approved accounts", fix)
 
 
 def not_found(what: str, token: str | None) -> HubError:
     why = "the hub knows no such model or revision" + (
         ", or your token may not see it" if token else ", or it is private and HF_TOKEN is not set"
     )
-    return HubError("repo_not_found", f"{what} was not found", why, "look for it: llmbox search TEXT")
+    return HubError("repo_not_found", f"{what} was not found", why, "search for it: llmbox search TEXT")
 
 
 def unreachable(endpoint: str, error: object, *, is_definite: bool = False) -> HubError:
@@ -106,7 +106,7 @@ def unreachable(endpoint: str, error: object, *, is_definite: bool = False) -> H
         "hub_unreachable",
         f"{endpoint} cannot be reached",
         str(error) or type(error).__name__,
-        "check the network, HF_ENDPOINT and HTTPS_PROXY, then try again: what was fetched is kept",
+        "check the network, HF_ENDPOINT and HTTPS_PROXY, then try again: downloaded bytes are kept",
         retry=True,
         is_definite=is_definite,
     )
@@ -115,7 +115,7 @@ def unreachable(endpoint: str, error: object, *, is_definite: bool = False) -> H
 def offline() -> HubError:
     return HubError(
         "hub_offline",
-        "the hub is switched off",
+        "access to the hub is switched off",
         "HF_HUB_OFFLINE is set",
         "unset it and restart the daemon: llmbox restart",
     )
@@ -126,7 +126,7 @@ def of_os_error(error: OSError, place: object, need: int | None = None, have: in
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return disk_full(place, need, have)
     return HubError(
-        "write_failed", f"cannot write to {place}", error.strerror or str(error), "look at its owner and mode"
+        "write_failed", f"cannot write to {place}", error.strerror or str(error), "check its owner and mode"
     )
 
 

@@ -121,7 +121,7 @@ def remote_config(hub: Hub, listing: RepoListing) -> ModelConfig:
             "unsupported_model",
             f"{listing.repo} cannot be served",
             str(error),
-            "look for another model: llmbox search TEXT",
+            "search for another model: llmbox search TEXT",
         ) from None
 
 

@@ -96,7 +96,7 @@ def _quantization_in(repo: Repo, match: re.Match[str], name: str) -> RemovableMo
 
 def _not_found(name: str) -> CliError:
     return CliError(
-        f"{name} is not among the models of this disk",
+        f"{name} is not a model on this disk",
         "only downloaded and adopted models are deleted; delete other folders yourself",
         "llmbox ls",
         Exit.NOT_FOUND,
@@ -116,7 +116,7 @@ def remove(found: RemovableModel, registry: Registry) -> RemovedModel:
             freed = found.repo.delete_revision(found.commit)
     except OSError as error:
         raise CliError(
-            f"cannot delete {found.name}", error.strerror or str(error), "look at the folder's owner and mode"
+            f"cannot delete {found.name}", error.strerror or str(error), "check the folder's owner and mode"
         ) from error
     return RemovedModel(found.name, freed, forgotten=False)
 

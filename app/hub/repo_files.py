@@ -163,7 +163,7 @@ class Hub:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise HubError("unsupported_model", f"{what} is broken", "it holds no JSON object")
+            raise HubError("unsupported_model", f"{what} is broken", "it does not contain a JSON object")
         return value
 
     def needed_files(self, listing: RepoListing) -> list[RepoFile]:
@@ -189,7 +189,7 @@ def choose_files(listing: RepoListing, index: dict[str, Any] | None) -> list[Rep
     if listing.file("config.json") is None:
         if any(file.name.endswith(".gguf") for file in listing.files):
             raise no_weights(listing)
-        raise HubError("no_weights", f"{listing.repo} is no model", "it has no config.json")
+        raise HubError("no_weights", f"{listing.repo} is not a model", "it has no config.json")
     if listing.file(SINGLE) is not None:
         weights = [SINGLE]
     elif index is not None:

@@ -150,7 +150,7 @@ def _fetch_checked(
         "integrity",
         f"{file.name} arrived damaged twice",
         f"its hash is not {file.etag}; it was deleted",
-        "pull again; if it goes on, something between here and the hub changes data",
+        "pull again; if it happens again, something between this machine and the hub changes the data",
     )
 
 
@@ -240,7 +240,7 @@ def _broken_off(file: RepoFile, why: str) -> HubError:
         "hub_error",
         f"{file.name} did not arrive whole",
         why,
-        "pull again: what was fetched is kept",
+        "pull again: downloaded bytes are kept",
         retry=True,
     )
 

@@ -1,4 +1,4 @@
-"""Pictures of a request, from URLs to what the engine takes: fetched, decoded in a worker, kept a while."""
+"""Images of a request, from URLs to what the engine takes: fetched, decoded in a worker, kept a while."""
 
 import asyncio
 import base64
@@ -27,25 +27,25 @@ from .source import FetchError, ImageSource, fetch_image
 
 WORKERS: Final = 3
 SECONDS: Final = (15.0, 10.0)
-"""Time of each attempt to decode a picture; a worker's processor time is bounded too (`image_worker.py`)."""
+"""Time of each attempt to decode an image; a worker's processor time is bounded too (`image_worker.py`)."""
 MOST_FETCH_SECONDS: Final = 4 * FETCH_SECONDS
-"""Time to fetch all pictures of a request, which holds places in the model's queue meanwhile."""
+"""Time to fetch all images of a request, which holds places in the model's queue meanwhile."""
 KEPT_BYTES: Final = 64 << 20
-"""Pixels of decoded pictures that are kept: a conversation sends its pictures again with every turn."""
+"""Pixels of decoded images that are kept: a conversation sends its images again with every turn."""
 MOST_PIXEL_BYTES: Final = 48 << 20
-"""Pixels of all pictures of a request, which one message to the engine holds."""
+"""Pixels of all images of a request, which one message to the engine holds."""
 
 
 OPEN_IMAGE_BYTES: Final = 1 << 30
-"""Pixels of the pictures of all requests that are being prepared or answered."""
+"""Pixels of the images of all requests that are being prepared or answered."""
 MOST_WORKERS_PER_CALLER: Final = 2
-"""Pictures of one caller that may be with the workers at once: there is one more worker for the others."""
+"""Images of one caller that may be with the workers at once: there is one more worker for the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedImage:
     images: list[PreparedImage]
-    """Pictures without their places in the prompt: one, or the whole and its crops."""
+    """Images without their places in the prompt: one, or the whole and its crops."""
     text: str
     """Text that replaces the placeholder of the chat template."""
 
@@ -55,7 +55,7 @@ class DecodedImage:
 
 
 class ImageLease:
-    """Memory that a request's pictures take, from their decoding until `release`, or until the task that
+    """Memory that a request's images take, from their decoding until `release`, or until the task that
     prepares it ends without having submitted it.
     """
 
@@ -69,11 +69,11 @@ class ImageLease:
         task.add_done_callback(self._forget)
 
     def add(self, size: int) -> None:
-        """Count a picture. Raises ApiError 429 where open requests have too many already."""
+        """Count an image. Raises ApiError 429 where open requests have too many already."""
         if self._reader.open_bytes + size > OPEN_IMAGE_BYTES:
             raise ApiError(
                 429,
-                f"The pictures of open requests take {OPEN_IMAGE_BYTES >> 20} MB already. Ask again later.",
+                f"The images of open requests take {OPEN_IMAGE_BYTES >> 20} MB already. Try again later.",
                 code="too_many_images",
                 type="rate_limit_error",
                 headers={"Retry-After": "5"},
@@ -91,13 +91,13 @@ class ImageLease:
 
 
 class ImageReader:
-    """Reader of all requests' pictures, with a cache of decoded ones. Belongs to one event loop."""
+    """Reader of all requests' images, with a cache of decoded ones. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self.open_bytes = 0
         """Pixels that `ImageLease` counts."""
         self._shares: dict[str, asyncio.Semaphore] = {}
-        """Share of the workers by caller, while it has pictures to decode."""
+        """Share of the workers by caller, while it has images to decode."""
         self._decoding: Counter[str] = Counter()
         self._pool = WorkerPool("image_worker", WORKERS, SECONDS)
         self._kept: OrderedDict[bytes, DecodedImage] = OrderedDict()
@@ -116,7 +116,7 @@ class ImageReader:
         may_fetch: bool,
         caller: str = "",
     ) -> list[DecodedImage]:
-        """Fetch and decode pictures. Raises ApiError: 400 with the place of one that cannot be used, 429.
+        """Fetch and decode images. Raises ApiError: 400 with the place of one that cannot be used, 429.
 
         `caller`: callers have equal shares of the workers.
         """
@@ -134,7 +134,7 @@ class ImageReader:
             if size > MOST_PIXEL_BYTES:
                 raise image_error(
                     source.param,
-                    f"the pictures of this request have more than {MOST_PIXEL_BYTES // 3:,} pixels together "
+                    f"the images of this request have more than {MOST_PIXEL_BYTES // 3:,} pixels together "
                     "after they are resized: send fewer, or smaller ones",
                 )
             lease.add(decoded.nbytes)
@@ -151,7 +151,7 @@ class ImageReader:
             raise FetchError("it is neither a data: URL with base64 nor an http or https URL")
         if not may_fetch:
             raise FetchError(
-                "this server fetches no pictures: send it as a data: URL, or let the owner set "
+                "this server does not fetch images: send it as a data: URL, or let the owner set "
                 "server.fetch_images"
             )
         return await fetch_image(source.url, limits.image_bytes, seconds=max(0.0, min(left, FETCH_SECONDS)))
@@ -162,7 +162,7 @@ class ImageReader:
         if not data:
             raise ValueError("it is empty")
         if len(data) > limits.image_bytes:
-            most = f"at most {limits.image_bytes:,} are taken (limits.image_bytes)"
+            most = f"at most {limits.image_bytes:,} are allowed (limits.image_bytes)"
             raise ValueError(f"it has {len(data):,} bytes, {most}")
         job = {"vision": facts, "low": source.low_detail, "most_pixels": limits.image_pixels}
         named = f"{facts}\0{job['low']}\0{job['most_pixels']}\0".encode()
@@ -181,7 +181,7 @@ class ImageReader:
 
     @asynccontextmanager
     async def _share(self, caller: str) -> AsyncIterator[None]:
-        """Wait until few enough pictures of the caller are with the workers. Raises ApiError 503."""
+        """Wait until few enough images of the caller are with the workers. Raises ApiError 503."""
         share = self._shares.setdefault(caller, asyncio.Semaphore(MOST_WORKERS_PER_CALLER))
         self._decoding[caller] += 1
         try:
@@ -240,17 +240,17 @@ def decode_data_url(url: str) -> bytes:
         compact = "".join(data.split()).translate(str.maketrans("-_", "+/")).rstrip("=")
         return base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise ValueError("it is no valid base64") from None
+        raise ValueError("it is not valid base64") from None
 
 
 def image_error(param: str, why: str) -> ApiError:
-    return ApiError(400, f"A picture cannot be used: {why}.", code="invalid_image", param=param)
+    return ApiError(400, f"An image cannot be used: {why}.", code="invalid_image", param=param)
 
 
 def place_images(
     ids: Sequence[int], decoded: Sequence[DecodedImage], vision: VisionConfig
 ) -> list[PreparedImage]:
-    """Return the pictures with their places in a prompt. Raises ApiError for other image tokens."""
+    """Return the images with their places in a prompt. Raises ApiError for other image tokens."""
     images, position = [], 0
     for image in (image for each in decoded for image in each.images):
         try:
@@ -269,7 +269,7 @@ def place_images(
 def _misplaced() -> ApiError:
     return ApiError(
         400,
-        "The model's chat template and tokenizer do not give a prompt with one place for each picture.",
+        "The model's chat template and tokenizer do not give a prompt with one place for each image.",
         code="chat_template_error",
         param="messages",
     )

@@ -1,4 +1,4 @@
-"""Picture as a request has it: as a file on this machine that a command sends, or by a URL, fetched from the
+"""Image as a request has it: as a file on this machine that a command sends, or by a URL, fetched from the
 public Internet and from nowhere else.
 
 A URL of a request must not reach what only this machine or its network reaches. So each name is resolved
@@ -48,28 +48,28 @@ class ImageSource:
 
 
 def read_image_url(text: str) -> str:
-    """Return a picture's file as a `data:` URL. Raises CliError."""
+    """Return an image's file as a `data:` URL. Raises CliError."""
     try:
         data = read_regular(Path(text).expanduser(), FILE_BYTES)
     except FileNotFoundError:
-        raise CliError(f"no file {text}", "it does not exist", "name a picture", Exit.NOT_FOUND) from None
+        raise CliError(f"no file {text}", "it does not exist", "name an image", Exit.NOT_FOUND) from None
     except (OSError, ValueError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise CliError(f"{text} cannot be read", why, "name a picture that you can read") from None
+        raise CliError(f"{text} cannot be read", why, "name an image that you can read") from None
     kind = next((kind for sign, kind in _SIGNS if data.startswith(sign)), "")
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         kind = "webp"
     if not kind:
         raise CliError(
-            f"{text} is no picture that can be sent",
-            "it is no PNG, JPEG, WebP or GIF",
+            f"{text} is not an image that can be sent",
+            "it is not a PNG, JPEG, WebP or GIF",
             "convert it to one of these",
         )
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def split_image_paths(text: str) -> tuple[str, list[str]]:
-    """Return a prompt without the paths of pictures in it that exist, and these paths."""
+    """Return a prompt without the paths of images in it that exist, and these paths."""
     found = []
 
     def cut(match: re.Match[str]) -> str:
@@ -90,7 +90,7 @@ def split_image_paths(text: str) -> tuple[str, list[str]]:
 
 
 SECONDS: Final = 15.0
-"""Time for everything: names, connections, redirects and the picture."""
+"""Time for everything: names, connections, redirects and the image."""
 CONNECT_SECONDS: Final = 3.0
 """Time for one address of a name that has more."""
 MOST_ADDRESSES: Final = 4
@@ -112,7 +112,7 @@ _LOCAL_NAT64: Final = ipaddress.ip_network("64:ff9b:1::/48")
 
 
 class FetchError(Exception):
-    """Picture that is not fetched, with the reason."""
+    """Image that is not fetched, with the reason."""
 
 
 def is_public(address: str) -> bool:
@@ -154,7 +154,7 @@ async def fetch_image(
                     return body
                 url = urljoin(url, target)
     except TimeoutError:
-        raise FetchError(f"its URL gave no whole picture in time ({seconds:.3g} s)") from None
+        raise FetchError(f"its URL did not give a complete image in time ({seconds:.3g} s)") from None
     except (OSError, ssl.SSLError, h11.ProtocolError, UnicodeError, ValueError):
         raise FetchError("its URL cannot be fetched") from None
     raise FetchError(f"its URL redirects more than {MOST_REDIRECTS} times")

@@ -97,7 +97,7 @@ def _by_hand(file: Path, why: str) -> CliError:
     return CliError(
         f"{file} is not touched",
         why,
-        "run the same without --write, and put the lines where they belong",
+        "run the same command without --write, and add the lines by hand",
         Exit.CONFLICT,
     )
 

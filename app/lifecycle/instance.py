@@ -106,7 +106,7 @@ def find_running(paths: Paths, patience: float = 1.0) -> RunningDaemon | None:
         if time.monotonic() > deadline:
             raise CliError(
                 "a daemon starts or stops",
-                f"{paths.lock_file} is held, but {paths.pid_file} tells nothing",
+                f"{paths.lock_file} is locked, but {paths.pid_file} is empty",
                 "try again, or look into llmbox logs",
                 Exit.CONFLICT,
                 str(paths.log_file),

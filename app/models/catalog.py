@@ -236,8 +236,8 @@ def directory(path: Path) -> ModelRef:
     config = folder / "config.json"
     if not config.is_file():
         raise CliError(
-            f"{folder} holds no model",
-            "config.json is no regular file" if config.exists() else "config.json is missing",
+            f"{folder}has no model",
+            "config.json is not a regular file" if config.exists() else "config.json is missing",
             "name a directory in Hugging Face layout: config.json, *.safetensors, tokenizer.json",
             Exit.NOT_FOUND,
         )
@@ -247,13 +247,13 @@ def directory(path: Path) -> ModelRef:
 def not_a_folder(file: Path) -> CliError:
     if file.suffix.lower() == ".gguf" and not is_gguf(file):
         return CliError(
-            f"{file} is no GGUF file",
-            "it does not begin as one: it is damaged or its download was cut short",
-            "fetch it again",
+            f"{file} is not a GGUF file",
+            "its header is missing: it is damaged or its download was incomplete",
+            "download it again",
             Exit.USAGE,
         )
     return CliError(
-        f"{file} is no directory",
+        f"{file} is not a directory",
         "a model is a GGUF file, or a folder with config.json, *.safetensors and tokenizer.json",
         f"name the folder: {shlex.quote(str(file.parent))}",
         Exit.USAGE,

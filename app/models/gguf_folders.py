@@ -28,7 +28,7 @@ _QUANTIZATION = re.compile(
     r"(?:^|[-._])((?:UD[-_])?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))$", re.IGNORECASE
 )
 NO_PROJECTOR = Path("none")
-"""Word of a user who wants no pictures."""
+"""Word of a user who wants no images."""
 _WIDTHS = ("F16", "BF16", "F32", "Q8_0")
 _NAMELESS = ("", "model")
 """Names of projector files that name no model."""
@@ -115,7 +115,7 @@ def folder_of(
     """Return the model folder of a GGUF file, made under `home` if needed. Raises CliError.
 
     `projector`: file with its vision tower, which then has to fit; `NO_PROJECTOR` for none. By default one of
-    `beside`, or of the files that lie beside it; where that does not fit, the model reads no pictures.
+    `beside`, or of the files that lie beside it; where that does not fit, the model cannot read images.
     """
     file = Path(os.path.abspath(file.expanduser()))  # noqa: PTH100 - links of a snapshot keep their names
     try:

@@ -351,12 +351,14 @@ def check_parameter(key: str, value: object) -> float | int | str:
 
 
 def _bad(word: str, why: str) -> CliError:
-    return CliError(f"{word[:100]!r} is no parameter of an alias", why, "llmbox alias set --help", Exit.USAGE)
+    return CliError(
+        f"{word[:100]!r} is not a parameter of an alias", why, "llmbox alias set --help", Exit.USAGE
+    )
 
 
 def _checked_digest(text: object) -> str:
     if not isinstance(text, str) or not re.fullmatch(r"([0-9a-f]{32})?", text):
-        raise ValueError(f"{text!r} is no digest of an adapter")
+        raise ValueError(f"{text!r} is not the digest of an adapter")
     return text
 
 
@@ -377,5 +379,5 @@ def _parse(file: Path) -> NameLookup:
         raise CliError(
             f"{file} is broken",
             f"{type(error).__name__}: {error}",
-            "fix it, or move it away: aliases and adopted folders are then to be set again",
+            "fix it, or move it away and set aliases and adopted folders again",
         ) from None

@@ -1,4 +1,4 @@
-"""Image worker: decodes and resizes pictures, `python -P -m llmbox.app.sandbox.image_worker`.
+"""Image worker: decodes and resizes images, `python -P -m llmbox.app.sandbox.image_worker`.
 
 A hostile file may take long or much memory, so the process lives under limits and the daemon may kill it
 (`worker.py`). The size in a file's header is checked before anything is decoded. Resizing and tiling are
@@ -54,7 +54,7 @@ _VERSION: Final = 1
 
 
 class ImageError(Exception):
-    """Picture that cannot be used, with the reason."""
+    """Image that cannot be used, with the reason."""
 
 
 def prepare(data: bytes, vision: VisionConfig, *, low: bool, most_pixels: int) -> dict[str, Any]:
@@ -65,10 +65,10 @@ def prepare(data: bytes, vision: VisionConfig, *, low: bool, most_pixels: int) -
     except ImageSizeError as error:
         raise ImageError(str(error)) from None
     if (size := sum(height * width for height, width in layout.tiles)) > most_pixels:
-        raise ImageError(f"this model makes {size:,} pixels of it, at most {most_pixels:,} are taken")
+        raise ImageError(f"this model resizes it to {size:,} pixels, more than {most_pixels:,}")
     tiles = make_tiles(picture, vision, layout)
     if [(tile.height, tile.width) for tile in tiles] != list(layout.tiles):
-        raise ImageError("its tiles have other sizes than were laid out")
+        raise ImageError("its tiles have other sizes than expected")
     pixels = b"".join(tile.tobytes() for tile in tiles)
     return {
         "tiles": layout.tiles,
@@ -86,18 +86,18 @@ def decode(data: bytes, most_pixels: int) -> Image.Image:
     try:
         picture = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
-        raise ImageError("it is no PNG, JPEG, WebP or GIF") from None
+        raise ImageError("it is not a PNG, JPEG, WebP or GIF") from None
     width, height = picture.size
     if width * height > most_pixels:
         raise ImageError(
-            f"it has {width:,} x {height:,} pixels, at most {most_pixels:,} are decoded (limits.image_pixels)"
+            f"it has {width:,} x {height:,} pixels, more than {most_pixels:,} in all (limits.image_pixels)"
         )
     picture.load()
     return to_rgb(turn(picture))
 
 
 def turn(picture: Image.Image) -> Image.Image:
-    """Return the picture as its EXIF data turn it. Damaged data turn nothing: other viewers show it too."""
+    """Return the image as its EXIF data turn it. Damaged data turn nothing: other viewers show it too."""
     try:
         method = _TURNS.get(picture.getexif().get(ExifTags.Base.Orientation))
     except Exception:  # noqa: BLE001 - Pillow raises whatever its parser of TIFF meets
@@ -125,7 +125,7 @@ def content_hash(pixels: bytes, vision: VisionConfig, layout: ImageLayout) -> st
 
 
 def _hashes(pixels: bytes, vision: VisionConfig, layout: ImageLayout) -> Iterator[str]:
-    """Yield the hash of each picture that the engine makes of this one: of all, or of its crops."""
+    """Yield the hash of each image that the engine makes of this one: of all, or of its crops."""
     if layout.pictures == 1:
         yield content_hash(pixels, vision, layout)
         return

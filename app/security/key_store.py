@@ -227,7 +227,7 @@ def _broken(file: Path, why: str) -> CliError:
     return CliError(
         "the key file cannot be read",
         f"{file}: {why}",
-        "fix it, or move it away: all keys are then to be made again",
+        "fix it, or move it away and create all keys again",
     )
 
 

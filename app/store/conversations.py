@@ -57,7 +57,7 @@ class ToolRound(Struct, kw_only=True, forbid_unknown_fields=True):
 Picture = Annotated[
     str, Meta(max_length=700_000, pattern=r"^data:image/(jpeg|png|webp);base64,[A-Za-z0-9+/]+=*$")
 ]
-"""Picture as a `data:` URL, as the chat page makes it."""
+"""Image as a `data:` URL, as the chat page makes it."""
 
 
 class ConversationMessage(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -77,7 +77,7 @@ class ConversationMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     rounds: Sequence[ToolRound] = ()
     """Calls of tools before `content`."""
     images: Annotated[Sequence[Picture], Meta(max_length=8)] = ()
-    """Pictures of a question."""
+    """Images of a question."""
     pair: str = ""
     """Id that two answers share that were asked for side by side."""
 
@@ -272,7 +272,7 @@ class ToolServerSecrets:
         if lost:
             raise ApiError(
                 409,
-                f"The value of {', '.join(lost)} is not on this box (a restored database comes without it). "
+                f"The value of {', '.join(lost)} is not on this machine (a restored database lacks it). "
                 f"Remove the MCP server {name} under Tools in the chat and add it again.",
                 "mcp_secret_missing",
                 "name",

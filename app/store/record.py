@@ -44,7 +44,7 @@ class SequenceRecord(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     model: int = 0
     """Waiting for the model to be in memory."""
     prompt: int = 0
-    """Chat template, tokens, pictures, grammar."""
+    """Chat template, tokens, images, grammar."""
     gateway: int = 0
     """Waiting in the daemon: for a place, or an engine."""
     lost: int = 0

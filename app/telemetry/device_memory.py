@@ -1,4 +1,4 @@
-"""Memory by device and model, from one tick, and the KV blocks of loaded models as a picture of few cells.
+"""Memory by device and model, from one tick, and the KV blocks of loaded models as an image of few cells.
 
 Both dashboards draw the first as a bar. The map of blocks is made only on request.
 """

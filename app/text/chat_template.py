@@ -43,7 +43,7 @@ _RESERVED: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """Input of a template. Message contents are strings, with `image_mark` where a picture stands."""
+    """Input of a template. Message contents are strings, with `image_mark` where an image stands."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -52,7 +52,7 @@ class Chat:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     images: tuple[ImageSource, ...] = ()
     image_mark: str = ""
-    """Text that no message has by itself; empty without pictures."""
+    """Text that no message has by itself; empty without images."""
 
 
 _IMAGE_PART: Final = re.compile(r"""['"]image(?:_url)?['"]""")
@@ -125,14 +125,14 @@ class RenderedChat:
     encode: Callable[[str, SpecialTokenMarkers], list[int]]
 
     def with_pictures(self, placeholder: str, texts: Sequence[str]) -> "RenderedChat":
-        """Return the prompt with its placeholders replaced by the texts of pictures. Raises ApiError where
+        """Return the prompt with its placeholders replaced by the texts of images. Raises ApiError where
         the template has written another number of them. A client's own literals stand behind a marker.
         """
         pieces = re.split(f"(?<!{re.escape(self.markers.start)}){re.escape(placeholder)}", self.marked)
         if len(pieces) != len(texts) + 1:
             raise ApiError(
                 400,
-                f"The model's chat template has {len(pieces) - 1} places for {len(texts)} pictures.",
+                f"The model's chat template has {len(pieces) - 1} places for {len(texts)} images.",
                 code="chat_template_error",
                 param="messages",
             )
@@ -173,8 +173,8 @@ async def render_chat(
     encode: Callable[[str, SpecialTokenMarkers], list[int]],
     placeholder: str = "",
 ) -> RenderedChat:
-    """Render a chat. `encode` turns the text with its marks into ids. `placeholder`: text of a picture's
-    place, for models that read pictures.
+    """Render a chat. `encode` turns the text with its marks into ids. `placeholder`: text of an image's
+    place, for models that read images.
     """
     _check_kwargs(chat.template_kwargs, special_tokens)
     size = sum(len(message["content"]) for message in chat.messages)
@@ -216,8 +216,8 @@ def _job(
 
 
 def with_parts(message: dict[str, Any], mark: str, template: str, placeholder: str) -> dict[str, Any]:
-    """Return a message in the form that a template of a model with pictures reads: content in parts where the
-    template knows parts of pictures, else the placeholder in the text.
+    """Return a message in the form that a template of a model with images reads: content in parts where the
+    template knows parts of images, else the placeholder in the text.
     """
     pieces = message["content"].split(mark) if mark else [message["content"]]
     if not _IMAGE_PART.search(template):

@@ -61,8 +61,8 @@ def fim_tokens(text: TextModel) -> FimTokens:
             return family
     raise ApiError(
         400,
-        "This model continues a prompt and cannot fill gaps: its tokenizer has no tokens for a suffix. "
-        "Qwen2.5-Coder, CodeLlama, StarCoder, DeepSeek-Coder and Codestral have. Leave 'suffix' out.",
+        "This model does not support fill-in-the-middle: its tokenizer has no tokens for a suffix. "
+        "Qwen2.5-Coder, CodeLlama, StarCoder, DeepSeek-Coder and Codestral do. Leave 'suffix' out.",
         code="suffix_not_supported",
         param="suffix",
     )

@@ -118,7 +118,7 @@ def reranker_of(folder: Path, found: WeightRows | None) -> Reranker:
     if found is None:
         raise ApiError(
             503,
-            "The engine did not give the weights that documents are ranked with: it is busy or restarts.",
+            "The engine did not return the weights for ranking: it is busy or restarting.",
             code="engine_busy",
             type="server_error",
             headers={"Retry-After": "1"},

@@ -125,7 +125,7 @@ def _read_adapter(directory: Path) -> Adapter:
     if not file.exists():
         if (directory / _PICKLE).exists():
             raise AdapterError(
-                f"{directory} has its weights in {_PICKLE}, a pickle, which may run any code when opened: "
+                f"{directory} has its weights in {_PICKLE}, a pickle, which can run code when it is opened: "
                 f"save the adapter with safe_serialization=True, which writes {WEIGHTS}"
             )
         raise AdapterError(f"{directory} has no {WEIGHTS}: fetch the adapter again")
@@ -155,12 +155,12 @@ def _read_config(directory: Path) -> dict[str, Any]:
 def _refuse_what_is_not_read(config: Mapping[str, Any], directory: Path) -> None:
     where = f"{directory / CONFIG}"
     if config.get("peft_type") != "LORA":
-        raise AdapterError(f"{where}: peft_type is {config.get('peft_type')!r}, only 'LORA' is read")
+        raise AdapterError(f"{where}: peft_type is {config.get('peft_type')!r}, only 'LORA' is supported")
     for key, name in _NOT_READ.items():
         if config.get(key):
-            raise AdapterError(f"{where}: {key} is set, and adapters with {name} are not read")
+            raise AdapterError(f"{where}: {key} is set, and adapters with {name} are not supported")
     if config.get("bias", "none") != "none":
-        raise AdapterError(f"{where}: bias is {config['bias']!r}, and trained biases are not read")
+        raise AdapterError(f"{where}: bias is {config['bias']!r}, and trained biases are not supported")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise AdapterError(
@@ -233,7 +233,7 @@ class _Parser:
         if a is None or b is None:
             one = next(iter(found.values()))
             missing = "lora_A" if a is None else "lora_B"
-            raise self._wrong(one, f"{name} has no {missing}: the file is cut short, fetch it again")
+            raise self._wrong(one, f"{name} has no {missing}: the file is cut short, download it again")
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
             raise self._wrong(b, f"shape {list(b.shape)} does not go with {list(a.shape)} of lora_A")
         if self._config.get("target_parameters") and name.removesuffix(".base_layer").endswith(".experts"):
@@ -277,7 +277,7 @@ class _Parser:
 
     def _number(self, key: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e6:
-            raise AdapterError(f"{self._where}: {key} is {_show(value)}, which is no scale")
+            raise AdapterError(f"{self._where}: {key} is {_show(value)}, which is not a valid scale")
         return float(value)
 
     def _pattern(self, key: str) -> dict[str, float]:

@@ -84,7 +84,7 @@ def read_value(file: Path) -> Any:
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON ({error}): fetch it again") from None
+        raise ModelError(f"{file} is not valid JSON ({error}): download it again") from None
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def read_shards(directory: Path) -> dict[str, TensorEntry]:
     for name, file in weight_map.items():
         if name not in found or found[name].file.name != file:
             raise ModelError(
-                f"{index} promises tensor {shown(name)} in {file}, it is not there; {FETCH_AGAIN}"
+                f"{index} lists tensor {shown(name)} in {file}, but it is missing; {FETCH_AGAIN}"
             )
     return found
 

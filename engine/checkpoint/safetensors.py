@@ -17,7 +17,7 @@ from ..errors import ModelError
 from .files import open_regular, parse_json
 from .quantized_layout import STORED_BYTES
 
-FETCH_AGAIN = "the file is damaged or its download was cut short: fetch it again"
+FETCH_AGAIN = "the file is damaged or its download was cut short: download it again"
 MAX_HEADER = 100_000_000
 """Maximum header size in bytes, as the format defines it."""
 SUPPORTED = {"BF16": 2, "F16": 2, "F32": 4}
@@ -155,7 +155,7 @@ def missing_tensor(where: Path | str, name: str) -> ModelError:
 def wrong_shape(entry: TensorEntry, wanted: tuple[int, ...]) -> ModelError:
     return ModelError(
         f"{entry.file}: tensor {shown(entry.name)} has shape {list(entry.shape)}, config.json asks for "
-        f"{list(wanted)}: config and weights are not of the same model"
+        f"{list(wanted)}: config and weights do not belong to the same model"
     )
 
 
@@ -165,7 +165,7 @@ def misplaced_tensor(left: Mapping[str, TensorEntry]) -> ModelError:
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     return ModelError(
         f"{entry.file}: tensor {shown(name)}{more} has no place in the architecture that config.json "
-        "names: config and weights are not of the same model"
+        "names: config and weights do not belong to the same model"
     )
 
 

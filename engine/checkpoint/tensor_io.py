@@ -221,7 +221,7 @@ def atomic_directory(out: Path) -> Iterator[Path]:
     `out` must not exist or must be empty. Raises ModelError and OSError.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ModelError(f"{out} is there already: choose another place with --out")
+        raise ModelError(f"{out} exists already: choose another place with --out")
     part = out.with_name(f".{out.name}.part-{os.getpid()}")
     try:
         part.mkdir(parents=True)

@@ -220,7 +220,7 @@ class Engine:
         slots = self._scheduler.kv_cache.adapters
         if slots is None:
             raise InvalidRequest(
-                f"LoRA adapters are not applied here ({self.info.backend} on {self.info.device}): load the "
+                f"LoRA adapters are not supported here ({self.info.backend} on {self.info.device}): load the "
                 "base with --device cpu, or merge the adapter into a model with `llmbox lora merge`"
             )
         if not slots.knows(folder):
@@ -300,7 +300,7 @@ class Engine:
         return block_map(scheduler.pool, kv_cache.computed_by, kv_cache.uses, scheduler.running)
 
     def _advance_images(self) -> list[RequestOutput]:
-        """Encode one slice of a picture. Returns the ends of the requests whose picture cannot be encoded."""
+        """Encode one slice of an image. Returns the ends of the requests whose image cannot be encoded."""
         assert self._images is not None
         try:
             self._images.advance()

@@ -1,10 +1,10 @@
-"""Pictures of prompts: when each is encoded, and how long its embeddings are kept. Knows no tensors.
+"""Images of prompts: when each is encoded, and how long its embeddings are kept. Knows no tensors.
 
-A prompt is computed up to its first picture that is not encoded, and goes on once it is. Slices of the tower
-run between steps, one a step, so that decoding goes on meanwhile. Embeddings are kept by last use; a picture
+A prompt is computed up to its first image that is not encoded, and goes on once it is. Slices of the tower
+run between steps, one a step, so that decoding goes on meanwhile. Embeddings are kept by last use; an image
 that a request is about to read is never dropped.
 
-    waiting --first rows need a picture--> set aside --encoded--> waiting --> running
+    waiting --first rows need an image--> set aside --encoded--> waiting --> running
 """
 
 from collections import OrderedDict
@@ -16,7 +16,7 @@ from ..ipc.messages import ModelInfo, PreparedImage
 from .request import Request, first_image
 
 MOST_READERS: Final = 8
-"""Requests whose pictures are encoded for them or read at one time; others wait. It bounds what the cache may
+"""Requests whose images are encoded for them or read at one time; others wait. It bounds what the cache may
 hold beyond its size."""
 
 
@@ -24,24 +24,24 @@ class ImageEncoder(Protocol):
     """Tower that the runner owns."""
 
     def advance(self, image: PreparedImage) -> bool:
-        """Compute one slice of a picture. True once its embeddings are kept; raises where it cannot be
+        """Compute one slice of an image. True once its embeddings are kept; raises where it cannot be
         encoded.
         """
         ...
 
     def drop(self, content_hash: bytes) -> None:
-        """Free the embeddings of a picture, or what is computed of it so far."""
+        """Free the embeddings of an image, or what is computed of it so far."""
         ...
 
 
 class ImageScheduler:
-    """Order in which pictures are encoded, and the bounded cache of their embeddings."""
+    """Order in which images are encoded, and the bounded cache of their embeddings."""
 
     def __init__(
         self, encoder: ImageEncoder, *, row_bytes: int, cache_bytes: int, is_bidirectional: bool = False
     ) -> None:
         """`row_bytes`: size of the embeddings of one row. `cache_bytes`: size of all that are kept; one
-        picture is kept whatever its size. `is_bidirectional`: rows of a picture need those after them, so
+        image is kept whatever its size. `is_bidirectional`: rows of an image need those after them, so
         that it is never cut.
         """
         self._is_bidirectional = is_bidirectional
@@ -49,10 +49,10 @@ class ImageScheduler:
         self._row_bytes = row_bytes
         self._room = cache_bytes
         self._encoded: OrderedDict[bytes, int] = OrderedDict()
-        """Bytes of each picture that is encoded, least recently used first."""
+        """Bytes of each image that is encoded, least recently used first."""
         self._wanted: OrderedDict[bytes, PreparedImage] = OrderedDict()
         self._readers: dict[str, tuple[Request, bytes]] = {}
-        """Requests that wait for a picture or read it now, with its hash."""
+        """Requests that wait for an image or read it now, with its hash."""
         self._aside: list[Request] = []
 
     @property
@@ -61,7 +61,7 @@ class ImageScheduler:
 
     def limit(self, request: Request, start: int, tokens: int) -> int:
         """Return how many of `tokens` from position `start` on can be computed now: as far as the first
-        picture that is not encoded, which then will be.
+        image that is not encoded, which then will be.
         """
         images, end = request.images, start + tokens
         for image in images[first_image(images, start) :]:
@@ -73,7 +73,7 @@ class ImageScheduler:
                 return max(0, image.start - start)
             self._encoded.move_to_end(image.content_hash)
             if self._is_bidirectional and end < (image_end := image.start + image.num_tokens):
-                # The budget is exceeded for a picture alone, so that one larger than it is computed too.
+                # The budget is exceeded for an image alone, so that one larger than it is computed too.
                 tokens = image.start - start if image.start > start else image_end - start
                 end = start + tokens
                 break
@@ -98,7 +98,7 @@ class ImageScheduler:
         return False
 
     def take_ready(self) -> list[Request]:
-        """Return the requests set aside whose picture is encoded."""
+        """Return the requests set aside whose image is encoded."""
         if not self._aside:
             return []
         ready = [each for each in self._aside if self._is_ready(each)]
@@ -110,7 +110,7 @@ class ImageScheduler:
         return len(self._readers) < MOST_READERS if reader is None else reader[1] in self._encoded
 
     def leave(self, request: Request) -> None:
-        """Forget a request that was preempted or is gone. A picture that nobody else wants is given up."""
+        """Forget a request that was preempted or is gone. An image that nobody else wants is given up."""
         _, content_hash = self._readers.pop(request.request_id, (request, b""))
         self._aside = [each for each in self._aside if each is not request]
         if content_hash in self._wanted and not self._is_read(content_hash):
@@ -121,7 +121,7 @@ class ImageScheduler:
         return any(read == content_hash for _, read in self._readers.values())
 
     def advance(self) -> None:
-        """Compute one slice of the picture that was wanted first. Raises what the tower raises: then
+        """Compute one slice of the image that was wanted first. Raises what the tower raises: then
         `give_up` has to be called.
         """
         content_hash, image = next(iter(self._wanted.items()))
@@ -131,7 +131,7 @@ class ImageScheduler:
             self._shrink(content_hash)
 
     def give_up(self) -> list[Request]:
-        """Drop the picture that failed; return the requests that need it now, which are to be ended."""
+        """Drop the image that failed; return the requests that need it now, which are to be ended."""
         content_hash, _ = self._wanted.popitem(last=False)
         self._encoder.drop(content_hash)
         return [request for request, read in self._readers.values() if read == content_hash]
@@ -148,23 +148,23 @@ class ImageScheduler:
 
 
 def check_images(images: Sequence[PreparedImage], prompt_ids: list[int], info: ModelInfo) -> None:
-    """Check that the pictures lie in the prompt, one after another. Raises InvalidRequest."""
+    """Check that the images lie in the prompt, one after another. Raises InvalidRequest."""
     end, image_token_id = 0, info.image_token_id
     if images and info.image_problem:
-        raise InvalidRequest(f"this model reads no pictures: {info.image_problem}")
+        raise InvalidRequest(f"this model cannot read images: {info.image_problem}")
     for image in images:
         first, last = image.start, image.start + image.num_tokens - 1
         if not (end <= first <= last < len(prompt_ids)):
-            raise InvalidRequest(f"a picture at token {first} does not lie behind the one before")
+            raise InvalidRequest(f"an image at token {first} does not come after the previous one")
         if prompt_ids[first] != image_token_id or prompt_ids[last] != image_token_id:
-            raise InvalidRequest(f"a picture at token {first} does not begin and end with image tokens")
+            raise InvalidRequest(f"an image at token {first} does not begin and end with image tokens")
         if prompt_ids[first : last + 1].count(image_token_id) != image.num_rows:
-            raise InvalidRequest(f"a picture of {image.num_rows} rows has another number of image tokens")
+            raise InvalidRequest(f"an image of {image.num_rows} rows has another number of image tokens")
         rows, columns = image.grid
         if rows < 0 or columns < 0 or rows * columns not in (0, image.num_rows):
-            raise InvalidRequest(f"a picture of {image.num_rows} rows has a grid of {rows} x {columns}")
+            raise InvalidRequest(f"an image of {image.num_rows} rows has a grid of {rows} x {columns}")
         if len(image.content_hash) != 32:
-            raise InvalidRequest("the hash of a picture has no 32 bytes")
+            raise InvalidRequest("the hash of an image does not have 32 bytes")
         if 3 * sum(height * width for height, width in image.tiles) != len(image.pixels):
-            raise InvalidRequest("the pixels of a picture do not fill its tiles")
+            raise InvalidRequest("the pixels of an image do not fill its tiles")
         end = last + 1

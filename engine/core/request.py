@@ -48,7 +48,7 @@ class Request:
     """True if it is longer than that: all its tokens then have LongRoPE's long factors. Constant during an
     admission; `choose_factors` writes it."""
     images: Sequence[PreparedImage] = ()
-    """Pictures in the order of their places; `images.py` schedules them."""
+    """Images in the order of their places; `images.py` schedules them."""
     arrived_at: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
@@ -136,7 +136,7 @@ class Request:
             raise InvalidRequest("the prompt has no tokens")
 
     def has_prompt_of(self, other: "Request") -> bool:
-        """Return True if the prompts and their keys are the same, pictures and namespace included."""
+        """Return True if the prompts and their keys are the same, images and namespace included."""
         return (
             self.is_long == other.is_long
             and self.cache_namespace == other.cache_namespace
@@ -191,7 +191,7 @@ class Request:
 
     @property
     def position_shift(self) -> int:
-        """RoPE position of a token after all pictures less its place, for models with M-RoPE: see
+        """RoPE position of a token after all images less its place, for models with M-RoPE: see
         `runner/image_rows.py`.
         """
         sizes = ((max(each.grid), each.num_tokens) for each in self.images if each.is_grid)
@@ -253,7 +253,7 @@ class Request:
 
 
 def first_image(images: Sequence[PreparedImage], position: int) -> int:
-    """Return the index of the first picture that ends after a position; pictures are in order."""
+    """Return the index of the first image that ends after a position; images are in order."""
     return bisect_right(images, position, key=lambda image: image.start + image.num_tokens)
 
 

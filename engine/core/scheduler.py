@@ -52,7 +52,7 @@ class Scheduler:
         proposers: Sequence[Proposer] = (),
         images: ImageScheduler | None = None,
     ) -> None:
-        """`images`: scheduler of the pictures of prompts; None for a model that reads none."""
+        """`images`: scheduler of the images of prompts; None for a model that reads none."""
         self.config = config
         self.images = images
         self.pool = pool
@@ -285,8 +285,8 @@ class Scheduler:
         return budget - tokens
 
     def _awaits_image(self, request: Request) -> bool:
-        """Return True, with the request set aside, if its first row has to wait for a picture."""
-        assert self.images is not None  # `Engine.add` refuses pictures without
+        """Return True, with the request set aside, if its first row has to wait for an image."""
+        assert self.images is not None  # `Engine.add` refuses images without
         known = self.kv_cache.known_tokens(request, self._computed_sibling(request))
         if self.images.may_begin(request, known):
             return False

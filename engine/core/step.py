@@ -16,7 +16,7 @@ from ..ipc.messages import RequestOutput, TokenLogprobs
 from .request import Request
 
 ImagePiece = tuple[bytes, int, int]
-"""Rows of a picture that a step computes: content hash, the first, one after the last."""
+"""Rows of an image that a step computes: content hash, the first, one after the last."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class StepPlan:
     `copies` are (source, destination) blocks to copy before anything is written: copy-on-write of a
     partly filled block. `state_copies` are slots of recurrent state to copy then, one after another. Every
     block that `rows` need is already in the requests' block tables. `adapter_loads` are (slot, folder) of
-    adapters to load before that. `embeddings` are those of pictures, on ranks without the vision tower.
+    adapters to load before that. `embeddings` are those of images, on ranks without the vision tower.
     """
 
     rows: list[ScheduledRequest] = field(default_factory=list)

@@ -126,7 +126,7 @@ class StepEncoder:
     def __init__(
         self, embeddings: Callable[[Sequence[ScheduledRequest]], dict[ImagePiece, bytes]] | None = None
     ) -> None:
-        """`embeddings`: returns those of pictures in the rows of a step."""
+        """`embeddings`: returns those of images in the rows of a step."""
         self._embeddings = embeddings
         self._mirrors: dict[int, _Mirror] = {}
         """Keyed by `id`: each entry holds its request, so that no other object can get the same id."""
@@ -137,7 +137,7 @@ class StepEncoder:
 
         Integers: counts of finished requests, block copies, state copies and rows; numbers of the requests
         that ceased to run since the last step; (source, destination) of each copy; the rows, see `_row`; then
-        the embeddings of pictures.
+        the embeddings of images.
 
         `graph`: size that a decoding step is padded to, see `decode_graph`.
         """
@@ -264,7 +264,7 @@ def _introduction(request: Request) -> list[Any]:
         and (value := getattr(request.params, field.name)) != getattr(_DEFAULTS, field.name)
     }
     told = [request.request_id, request.num_prompt, params, request.adapter_slot, request.is_long]
-    # Workers need the places of pictures, not their pixels.
+    # Workers need the places of images, not their pixels.
     return told + [
         [each.content_hash.hex(), *each.grid, each.start, each.num_tokens, each.num_rows]
         for each in request.images

@@ -197,7 +197,7 @@ def resolve_device(asked: str) -> torch.device:
             "PyTorch finds no usable NVIDIA GPU" if torch.version.cuda else "this PyTorch has no CUDA in it"
         )
         raise DeviceError(
-            f"device cuda was asked for, but {reason}: use --device cpu, or see `llmbox doctor`"
+            f"device cuda was requested, but {reason}: use --device cpu, or see `llmbox doctor`"
         )
     return torch.device("cuda" if available and asked != "cpu" else "cpu")
 

@@ -70,7 +70,7 @@ def draft_rows(config: EngineConfig, plan: MemoryPlan, ops: Ops, *, overlaps: bo
         free = core_flops() / _READ
         return min(int(_ROWS_TRIED * free), most) if free >= 1 else 0, _PRICE / free
     if config.speculate == "on":
-        raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")
+        raise DeviceError(f"speculate was requested, but {reason}: load with --speculate auto or off")
     return 0, 0.0
 
 

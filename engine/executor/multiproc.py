@@ -47,7 +47,7 @@ class MultiprocExecutor:
     def __init__(
         self, workers: WorkerGroup, watchdog: WorkerWatchdog, images: EncodedImages | None = None
     ) -> None:
-        """`images`: embeddings of pictures, which rank 0 sends, as it has the vision tower."""
+        """`images`: embeddings of images, which rank 0 sends, as it has the vision tower."""
         self._workers = workers
         self._watchdog = watchdog
         self._encoder = StepEncoder(None if images is None else images.pieces)
@@ -283,7 +283,9 @@ def connect(
     except RuntimeError as error:  # from torch.distributed, the library below it, or CUDA
         words = " ".join(str(error).split())
         hint = _NCCL_HINT if over == "nccl" else ""
-        raise DeviceError(f"rank {layout.rank} cannot meet the others over {over}: {words}{hint}") from error
+        raise DeviceError(
+            f"rank {layout.rank} cannot connect to the other ranks over {over}: {words}{hint}"
+        ) from error
 
 
 def join_cpus(layout: ParallelLayout, file: Path) -> Communicator:

@@ -262,7 +262,7 @@ def profile_kv_blocks(
 
 
 def measure_pictures(runner: GPUModelRunner, plan: MemoryPlan, meter: MemoryMeter) -> int:
-    """Return the bytes that it takes to encode the largest picture that memory is planned for, and to keep
+    """Return the bytes that it takes to encode the largest image that memory is planned for, and to keep
     embeddings. A small one is encoded too, so that its kernels are compiled.
     """
     if runner.images is None:

@@ -66,7 +66,7 @@ class RankEngine:
     proposers: Sequence[Proposer] = ()
     """Proposers of draft tokens that run a model."""
     images: EncodedImages | None = None
-    """Pictures of a model with a vision tower."""
+    """Images of a model with a vision tower."""
     takes_adapters: bool = False
     """Rows may have a LoRA adapter."""
     problem: str = ""
@@ -155,7 +155,9 @@ def _require_support(
     if config.deterministic and not ops.row_invariant:
         raise not_deterministic(f"{ops.name} on {device.type}, {plan.dtype}")
     if model.recurrent is not None and ops.recurrent is None:
-        raise DeviceError(f"the kernels that run here ({ops.name}) lack recurrent layers: use --device cpu")
+        raise DeviceError(
+            f"the kernels that run here ({ops.name}) do not support recurrent layers: use --device cpu"
+        )
 
 
 def _stage_states(model: ModelConfig, plan: MemoryPlan, layout: ParallelLayout) -> StateShape | None:

@@ -131,7 +131,7 @@ def _of_head(step: StepPlan) -> StepPlan:
 
 
 def picture_steps(plan: MemoryPlan, images: EncodedImages) -> Iterator[StepPlan]:
-    """Yield a step with a small picture, whose embeddings are zeros."""
+    """Yield a step with a small image, whose embeddings are zeros."""
     image = trial_picture(images.config, 1)
     if image.num_rows + 1 < plan.context:
         row = sequence(plan, image.num_rows + 1, image.num_rows + 1, "picture")
@@ -141,7 +141,7 @@ def picture_steps(plan: MemoryPlan, images: EncodedImages) -> Iterator[StepPlan]
 
 
 def trial_picture(vision: VisionConfig, side: int) -> PreparedImage:
-    """Return a black picture of `side` x `side` embeddings, or of the nearest size that the model takes."""
+    """Return a black image of `side` x `side` embeddings, or of the nearest size that the model takes."""
     layout = lay_out_image(vision, side * vision.processor.unit, side * vision.processor.unit)
     return PreparedImage(
         content_hash=b"trial",

@@ -197,7 +197,7 @@ ARCHITECTURES: Final = {
 }
 """Architectures by GGUF's name. Mistral and Mixtral are called llama, Kimi K2 and GLM-4.7-Flash deepseek2,
 RoBERTa and XLM-R bert, without the rows of positions that stand for padding.
-Texts of a Qwen-VL are those of a Qwen: its file holds the language part, and positions in pictures are not
+Texts of a Qwen-VL are those of a Qwen: its file holds the language part, and positions in images are not
 used.
 Qwen3-Next is read as Qwen3.5: files have the linears of its gated delta nets in the same parts.
 """
@@ -221,7 +221,7 @@ def architecture_of(gguf: GgufFile) -> GgufArchitecture:
         raise UnsupportedArchitecture(f"{gguf.path} is {_OTHER_FILES['mmproj']}")
     if name not in ARCHITECTURES:
         raise UnsupportedArchitecture(
-            f"{gguf.path}: architecture {name!r} cannot be read from GGUF; readable: "
+            f"{gguf.path}: architecture {name!r} in GGUF is not supported; supported: "
             f"{', '.join(ARCHITECTURES)}"
         )
     found = ARCHITECTURES[name]

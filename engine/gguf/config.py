@@ -40,7 +40,7 @@ def config_of(gguf: GgufFile, factors: RopeFactors | None = None) -> dict[str, A
     """
     kind = architecture_of(gguf)
     if "token_embd.weight" not in gguf.tensors:
-        raise ModelError(f"{gguf.path}: token_embd.weight is missing: it is no whole model")
+        raise ModelError(f"{gguf.path}: token_embd.weight is missing: the file is incomplete")
     _refuse_other_vectors(gguf, kind)
     config: dict[str, Any] = {
         "architectures": [kind.name],
@@ -100,8 +100,8 @@ def _scores(gguf: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         )
     if entry.shape != (wanted := (rows, config["hidden_size"])):
         raise ModelError(
-            f"{entry.file}: tensor {shown(SCORES)} has shape {list(entry.shape)}, what the file says of the "
-            f"model wants {list(wanted)}"
+            f"{entry.file}: tensor {shown(SCORES)} has shape {list(entry.shape)}, "
+            f"the file's metadata require {list(wanted)}"
         )
     name = config["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
     return {"architectures": [name], "num_labels": rows, "id2label": dict(enumerate(labels))}
@@ -142,7 +142,7 @@ def _head_dim(gguf: GgufFile, kind: GgufArchitecture, heads: int) -> int:
     alike = [] if gguf.value("attention.kv_lora_rank") else ["attention.value_length", *alike]
     if any(gguf.value(each, keys) != keys for each in alike):
         raise ModelError(
-            f"{gguf.path}: values of another width than keys, or heads rotated in part, cannot be read"
+            f"{gguf.path}: values of another width than keys, and partial RoPE, are not supported"
         )
     return keys
 
@@ -160,7 +160,7 @@ def rope_of(gguf: GgufFile, factors: RopeFactors, head_dim: int) -> dict[str, An
     if kind == "longrope" and gguf.architecture == "phi3":
         return rope | _long_rope(gguf, factors)
     if kind not in ("linear", "yarn"):
-        raise ModelError(f"{gguf.path}: rope scaling {kind!r} cannot be read, only linear and yarn")
+        raise ModelError(f"{gguf.path}: rope scaling {kind!r} is not supported, only linear and yarn")
     rope |= {"rope_type": kind, "factor": gguf.value("rope.scaling.factor", 1.0)}
     betas = {each: gguf.value(f"rope.scaling.yarn_{each}") for each in ("beta_fast", "beta_slow")}
     betas["original_max_position_embeddings"] = gguf.value("rope.scaling.original_context_length")

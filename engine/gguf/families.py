@@ -25,7 +25,9 @@ def sliding_types(gguf: GgufFile, layers: int) -> list[str]:
     """
     pattern = gguf.value("attention.sliding_window_pattern")
     if not isinstance(pattern, list) or len(pattern) < layers:
-        raise ModelError(f"{gguf.path}: which layers of {gguf.architecture} slide is not said in GGUF")
+        raise ModelError(
+            f"{gguf.path}: GGUF does not say which layers of {gguf.architecture} have a sliding window"
+        )
     return [SLIDING if slides else FULL for slides in pattern[:layers]]
 
 
@@ -34,7 +36,9 @@ def _window(gguf: GgufFile) -> Config:
     if not window:
         return {"sliding_window": None}
     if gguf.architecture != "llama":
-        raise ModelError(f"{gguf.path}: which layers of {gguf.architecture} slide is not said in GGUF")
+        raise ModelError(
+            f"{gguf.path}: GGUF does not say which layers of {gguf.architecture} have a sliding window"
+        )
     return {"architectures": ["MistralForCausalLM"], "sliding_window": window}
 
 
@@ -54,7 +58,9 @@ def window_fields(gguf: GgufFile, _config: Config) -> Config:
 def selected_experts(gguf: GgufFile) -> tuple[int, int]:
     """Return the number of experts, and of those for a token. Raises ModelError."""
     if not any(name.endswith(".ffn_down_exps.weight") for name in gguf.tensors):
-        raise ModelError(f"{gguf.path}: it has each expert apart, as files before 2024 do; take a newer one")
+        raise ModelError(
+            f"{gguf.path}: it has a tensor for each expert, like files before 2024; use a newer one"
+        )
     return gguf.integer("expert_count"), gguf.integer("expert_used_count")
 
 
@@ -100,7 +106,9 @@ def routed_experts(gguf: GgufFile, config: Config) -> Config:
 
 def sigmoid_routed_fields(gguf: GgufFile, config: Config) -> Config:
     if gguf.value("expert_gating_func", _SIGMOID) != _SIGMOID:
-        raise ModelError(f"{gguf.path}: {gguf.architecture} with another router than sigmoids is not known")
+        raise ModelError(
+            f"{gguf.path}: {gguf.architecture} with a router other than sigmoid is not supported"
+        )
     norms = "blk.0.attn_q_norm.weight" in gguf.tensors
     behind = f"blk.{config['num_hidden_layers']}."
     has_mtp = all(f"{behind}{part}.weight" in gguf.tensors for part in ("nextn.eh_proj", "ffn_down_exps"))

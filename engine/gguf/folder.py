@@ -174,7 +174,7 @@ def vector_files(gguf: GgufFile) -> dict[str, Any]:
     for name in dense:
         folder, shape = f"{name[-1]}_Dense", gguf.tensors[f"{name}.weight"].shape
         if len(shape) != 2:
-            raise ModelError(f"{gguf.path}: tensor {name}.weight is no matrix")
+            raise ModelError(f"{gguf.path}: tensor {name}.weight is not a matrix")
         outputs, inputs = shape
         steps.append(("Dense", folder))
         files[f"{folder}/config.json"] = {

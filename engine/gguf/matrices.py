@@ -20,11 +20,11 @@ def check_matrices(gguf: GgufFile) -> None:
         for part, shape in matrices_of(gguf, config, layer).items():
             entry = gguf.tensors.get(name := f"blk.{layer}.{part}.weight")
             if entry is None:
-                raise ModelError(f"{gguf.path}: tensor {shown(name)} is missing: it is no whole model")
+                raise ModelError(f"{gguf.path}: tensor {shown(name)} is missing: the file is incomplete")
             if entry.shape != shape:
                 raise ModelError(
-                    f"{entry.file}: tensor {shown(name)} has shape {list(entry.shape)}, what the file says "
-                    f"of the model wants {list(shape)}"
+                    f"{entry.file}: tensor {shown(name)} has shape {list(entry.shape)}, "
+                    f"the file's metadata require {list(shape)}"
                 )
 
 

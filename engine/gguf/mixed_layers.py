@@ -157,7 +157,7 @@ def gemma4_fields(gguf: GgufFile, config: Config) -> Config:
 def rows_of(gguf: GgufFile, name: str) -> int:
     """Return the rows of a tensor. Raises ModelError."""
     if name not in gguf.tensors:
-        raise ModelError(f"{gguf.path}: tensor {name!r} is missing: it is no whole model")
+        raise ModelError(f"{gguf.path}: tensor {name!r} is missing: the file is incomplete")
     return gguf.tensors[name].shape[0]
 
 

@@ -39,7 +39,7 @@ class ClipFields(Fields):
         entry = self.file.tensors.get(name)
         if entry is None or len(entry.shape) != 2:
             raise ModelError(
-                f"{self.file.path}: tensor {shown(name)} is missing: it is no whole vision tower"
+                f"{self.file.path}: tensor {shown(name)} is missing: the vision tower is incomplete"
             )
         return entry.shape[0] if entry.shape[1] == self.hidden_size else entry.shape[1]
 
@@ -73,7 +73,7 @@ class ClipFields(Fields):
         }
 
     def pixel_limits(self, least: int, most: int) -> dict[str, int]:
-        """Return the limits of a picture; files seldom have them, then those of the published models."""
+        """Return the limits of an image; files seldom have them, then those of the published models."""
         return {
             "min_pixels": self.integer("image_min_pixels", least),
             "max_pixels": self.integer("image_max_pixels", most),
@@ -301,7 +301,9 @@ def read_projector(path: Path) -> GgufFile:
 def check_projector(file: GgufFile) -> GgufFile:
     """Return the file. Raises ModelError where it is no projector that is read here."""
     if file.architecture != CLIP:
-        raise ModelError(f"{file.path} is no projector (mmproj) file: it has a {file.architecture} model")
+        raise ModelError(
+            f"{file.path} is not a projector (mmproj) file: it contains a {file.architecture} model"
+        )
     family_of(file)
     return file
 
@@ -333,12 +335,12 @@ def with_vision(
     if gguf.architecture not in family.architectures:
         raise ModelError(
             f"{projector.path} is for {' or '.join(family.architectures)}, and {gguf.path.name} is "
-            f"{gguf.architecture}: they are not of the same model"
+            f"{gguf.architecture}: they do not belong to the same model"
         )
     if _width(clip) != config["hidden_size"]:
         raise ModelError(
             f"{projector.path} has embeddings of {_width(clip)} numbers, {gguf.path.name} has "
-            f"{config['hidden_size']}: they are not of the same model"
+            f"{config['hidden_size']}: they do not belong to the same model"
         )
     name, model_type, text_type = _MOE.get(
         gguf.architecture, (family.name, family.model_type, family.text_model_type)
@@ -384,6 +386,6 @@ def _token_id(gguf: GgufFile, projector: GgufFile, family: ProjectorFamily) -> i
     if not isinstance(words, list) or family.image_mark not in words:
         raise ModelError(
             f"{projector.path}: the vocabulary of {gguf.path.name} has no {family.image_mark}, which stands "
-            "for a picture: they are not of the same model"
+            "for a picture: they do not belong to the same model"
         )
     return words.index(family.image_mark)

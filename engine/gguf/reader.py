@@ -153,7 +153,7 @@ def read_gguf(path: Path) -> GgufFile:
     expected = _whole_number(path, first.metadata, "split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise ModelError(
-            f"{path}: {len(tensors)} tensors in all parts, {expected} are promised; {FETCH_AGAIN}"
+            f"{path}: {len(tensors)} tensors in all parts, {expected} are expected; {FETCH_AGAIN}"
         )
     return GgufFile(path, first.metadata, tensors)
 
@@ -213,15 +213,15 @@ class _Reader:
 
     def read(self) -> GgufFile:
         if self._take(4) != MAGIC:
-            raise ModelError(f"{self._path} is no GGUF file: it does not begin with GGUF")
+            raise ModelError(f"{self._path} is not a GGUF file: it does not begin with GGUF")
         version = self._number("I")
         if version >> 16 and not version & 0xFFFF:
             raise ModelError(
-                f"{self._path} is big-endian, for processors such as IBM Z: take a little-endian file"
+                f"{self._path} is big-endian, for processors such as IBM Z: use a little-endian file"
             )
         if version == 1:
             raise ModelError(
-                f"{self._path} is of version 1 of GGUF (August 2023), which cannot be read: take a newer file"
+                f"{self._path} has version 1 of GGUF (August 2023), which is not supported: use a newer file"
             )
         if version not in VERSIONS:
             raise self._error(f"version {version} cannot be read, only {' and '.join(map(str, VERSIONS))}")
@@ -267,7 +267,7 @@ class _Reader:
         if dtype not in BLOCKS:
             raise ModelError(
                 f"{self._path}: tensor {shown(name)} is {dtype}, which cannot be read; readable: "
-                f"{', '.join(BLOCKS)}: take another quantization of the model"
+                f"{', '.join(BLOCKS)}: use another quantization of the model"
             )
         block, nbytes = BLOCKS[dtype]
         count = math.prod(shape)

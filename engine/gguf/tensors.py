@@ -120,7 +120,7 @@ class GgufTensors:
         if not entries:
             place = places_of(self._parts[name].name if name in self._parts else name, self._kind.layer)[0]
             missing = next(each for each in (place.name, place.other) if each not in self._gguf.tensors)
-            raise ModelError(f"{self._gguf.path}: tensor {shown(missing)} is missing: it is no whole model")
+            raise ModelError(f"{self._gguf.path}: tensor {shown(missing)} is missing: the file is incomplete")
         self._left -= {entry.name for entry in entries}
         each = (shape[0] // len(entries), *shape[1:])
         if entries[0].name.endswith(".ssm_ba.weight"):
@@ -132,8 +132,8 @@ class GgufTensors:
         for entry in entries:
             if _plain(entry.shape) != _plain(each):
                 raise ModelError(
-                    f"{entry.file}: tensor {shown(entry.name)} has shape {list(entry.shape)}, what the file "
-                    f"says of the model wants {list(each)}"
+                    f"{entry.file}: tensor {shown(entry.name)} has shape {list(entry.shape)}, "
+                    f"the file's metadata require {list(each)}"
                 )
         return entries
 
@@ -178,7 +178,7 @@ class GgufTensors:
             name = min(self._left)
             raise ModelError(
                 f"{self._gguf.path}: tensor {shown(name)} and {len(self._left) - 1} more have no place in "
-                f"{self._gguf.architecture} as it is known here: the model would answer wrongly without"
+                f"{self._gguf.architecture} as llmbox knows it: without them the model would answer wrongly"
             )
 
     def _read(self, entry: TensorEntry) -> Tensor:

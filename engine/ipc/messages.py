@@ -53,7 +53,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedImage:
-    """Picture of a prompt, decoded, resized and cut into tiles as the model's processor does."""
+    """Image of a prompt, decoded, resized and cut into tiles as the model's processor does."""
 
     content_hash: bytes
     """sha256 over the pixels and the facts of preprocessing: equal hashes mean equal embeddings."""
@@ -99,12 +99,12 @@ class AddRequest:
     fork_of: str | None = None
     """Id of a request of the same `n > 1` call, whose prompt blocks may be shared copy-on-write."""
     images: list[PreparedImage] = field(default_factory=list)
-    """Pictures, in the order of their places in the prompt."""
+    """Images, in the order of their places in the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepImages:
-    """Pictures that requests to come refer to by their hash, and those that none refers to any more."""
+    """Images that requests to come refer to by their hash, and those that none refers to any more."""
 
     images: list[PreparedImage] = field(default_factory=list)
     drop: list[bytes] = field(default_factory=list)
@@ -211,13 +211,13 @@ class ModelInfo:
     generates: bool = True
     """True if the model generates text; False if it only gives embeddings."""
     image_problem: str = "it is a language model without a vision tower"
-    """Reason why the model reads no pictures; empty if it does."""
+    """Reason why the model cannot read images; empty if it does."""
     image_token_id: int = -1
-    """Token id of rows that take the embeddings of a picture."""
+    """Token id of rows that take the embeddings of an image."""
     vision_bytes: int = 0
     """Part of `weights_bytes` that the vision tower takes."""
     image_cache_bytes: int = 0
-    """Size of the cache of encoded pictures, which `workspace_bytes` counts."""
+    """Size of the cache of encoded images, which `workspace_bytes` counts."""
     disaggregate: tuple[int, int] | None = None
     """Cores of the prefill engine and of the decode engine; None: one engine does both."""
     token_budget: int = 0

@@ -250,7 +250,7 @@ class PhaseTimes:
     absent: float = 0.0
     """Steps without a token of it, while it was running."""
     between: float = 0.0
-    """Time between steps: scheduling, messages, pictures, blocks to and from disk."""
+    """Time between steps: scheduling, messages, images, blocks to and from disk."""
     steps: int = 0
     mixed: int = 0
     """Number of `steps` that had other sequences' prompts."""

@@ -229,7 +229,7 @@ class Decoder:
         return self.rank.layout.ranks == 1 and self.config.scales.logits == 1.0 and not self.times_head
 
     def scores(self, forward: ForwardContext, *, with_best: bool) -> tuple[Tensor, ...]:
-        """Run the forward pass of a step in which every row samples, none has a picture or an adapter.
+        """Run the forward pass of a step in which every row samples, none has an image or an adapter.
 
         Returns logits [T, V], and `Ops.best_of` them with `with_best`, the same as from `hidden` and
         `logits`, and valid until the next call. Threads are woken once, and nothing is made between the

@@ -11,7 +11,7 @@ from llmbox.kernels.recurrent import RecurrentState
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """Embeddings of pictures, in place of those of tokens. R of the step's rows, L = 1 + deepstack levels."""
+    """Embeddings of images, in place of those of tokens. R of the step's rows, L = 1 + deepstack levels."""
 
     rows_R: Tensor
     levels_LRE: Tensor
@@ -52,4 +52,4 @@ class ForwardContext:
     own_TLP: Tensor | None = None
     """Embeddings of each layer, for models that have some."""
     images: ImageRows | None = None
-    """For steps with rows of pictures."""
+    """For steps with rows of images."""

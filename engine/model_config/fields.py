@@ -134,7 +134,7 @@ def text_fields(fields: Fields) -> Fields:
 
 
 def attends_both_ways(fields: Fields) -> bool:
-    """Return whether each token attends to all others. `vision` means that tokens of one picture do, and
+    """Return whether each token attends to all others. `vision` means that tokens of one image do, and
     those of text do not.
     """
     return fields.raw.get("use_bidirectional_attention") not in (None, False, "vision")

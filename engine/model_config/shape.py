@@ -209,7 +209,7 @@ class ModelShape:
     other_inputs: tuple[tuple[str, int], ...] = ()
     """(name, inputs) of linears that ranks share by inputs, of layers that differ from the largest."""
     vision: VisionShape | None = None
-    """Vision tower, if pictures are read; `params` does not count it."""
+    """Vision tower, if images are read; `params` does not count it."""
     image_problem: str = NO_TOWER
     """Reason why there is none."""
     mtp: "ModelShape | None" = None

@@ -221,7 +221,7 @@ def host_bytes(
 
 
 def why_no_images(shape: ModelShape, config: EngineConfig) -> str:
-    """Return why a model would read no pictures; empty if it would."""
+    """Return why a model would read no images; empty if it would."""
     if shape.vision is None:
         return shape.image_problem
     if config.batching == "static":
@@ -232,7 +232,7 @@ def why_no_images(shape: ModelShape, config: EngineConfig) -> str:
 
 
 def describe_images(shape: ModelShape, plan: MemoryPlan, problem: str) -> dict[str, Any]:
-    """Return the fields of a plan about pictures."""
+    """Return the fields of a plan about images."""
     vision = 0 if shape.vision is None else shape.vision.params * DTYPE_BYTES[plan.dtype]
     kept = image_cache_bytes(shape, plan.dtype)
     return {"image_problem": problem, "vision_bytes": vision, "image_cache_bytes": kept}
@@ -276,7 +276,7 @@ def why_no_mtp(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, ra
 
 
 def note_images(shape: ModelShape, images: dict[str, Any], problem: str) -> tuple[str, ...]:
-    """Return the note on what pictures cost, or why a model with a tower reads none."""
+    """Return the note on what images cost, or why a model with a tower reads none."""
     if shape.vision is None:
         return () if problem == NO_TOWER else (f"no pictures are read: {problem}",)
     tower, kept = show_bytes(images["vision_bytes"]), show_bytes(images["image_cache_bytes"])
@@ -366,5 +366,7 @@ def _stored_format(stored: str, asked: QuantChoice) -> QuantChoice:
     if (stored, asked) == ("int8", "w8a8"):
         return asked
     if asked not in {"none", "auto", stored}:
-        raise DeviceError(f"this checkpoint holds {stored} weights, {asked} was asked for: use --quant auto")
+        raise DeviceError(
+            f"this checkpoint holds {stored} weights, but {asked} was requested: use --quant auto"
+        )
     return cast("QuantChoice", stored)

@@ -109,7 +109,7 @@ def workspace_bytes(
                  per vocabulary entry for each row that it processes at once
     runtime      CUDA context and libraries; on a CPU the growth of the allocator and the interpreter
     graphs       memory of that many CUDA graphs
-    pictures     activations of a layer of the vision tower, and the embeddings that are kept
+    images     activations of a layer of the vision tower, and the embeddings that are kept
     """
     size = DTYPE_BYTES[dtype]
     inner = max(2 * (shape.heads + shape.kv_heads) * shape.head_dim, 3 * shape.ffn)
@@ -139,7 +139,7 @@ def workspace_bytes(
 
 
 def image_cache_bytes(shape: ModelShape, dtype: str) -> int:
-    """Return the bytes of the embeddings of pictures that are kept."""
+    """Return the bytes of the embeddings of images that are kept."""
     return 0 if shape.vision is None else KEPT_PICTURE_ROWS * shape.vision.row * DTYPE_BYTES[dtype]
 
 

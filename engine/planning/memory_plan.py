@@ -175,11 +175,11 @@ class MemoryPlan:
     draft_method: DraftMethod | None = None
     """Proposer of draft tokens that is loaded beside the model; None: there is none."""
     image_problem: str = NO_TOWER
-    """Reason why no pictures are read; empty if they are."""
+    """Reason why no images are read; empty if they are."""
     vision_bytes: int = 0
     """Part of `weights_bytes` that the vision tower takes."""
     image_cache_bytes: int = 0
-    """Part of `workspace_bytes` that keeps embeddings of pictures."""
+    """Part of `workspace_bytes` that keeps embeddings of images."""
 
     buffer_bytes: int = 0
     """Main memory for blocks on their way to and from disk, on a CPU."""
@@ -260,7 +260,7 @@ def resolve_dtypes(
     batch, while float32 keeps a request's tokens independent of the batch.
     """
     if config.kv_dtype == "fp8" and device == "cpu":
-        raise DeviceError("keys and values in fp8 need a GPU: on a CPU use --kv-dtype int8, as small")
+        raise DeviceError("a KV cache in fp8 needs a GPU: on a CPU use --kv-dtype int8, which is as small")
     dtype = config.dtype
     if dtype == "auto":
         dtype = shape.dtype if shape.fits_float16 or shape.dtype != "float16" else "bfloat16"
@@ -271,7 +271,7 @@ def resolve_dtypes(
             dtype = "float32"
     if dtype == "float16" and not shape.fits_float16:
         raise DeviceError(
-            "what the layers of this model give goes beyond float16, so answers would be NaN: use --dtype "
+            "the values of this model's layers exceed float16, so answers would be NaN: use --dtype "
             "bfloat16 or float32"
         )
     return dtype, dtype if config.kv_dtype == "auto" else config.kv_dtype

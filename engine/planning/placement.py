@@ -61,7 +61,8 @@ def candidate_placements(
     here = [cut for cut in placements if set(cut.gpus) == set(config.gpus)]
     if not here:
         raise ParallelError(
-            f"a place on GPUs {_format_gpus(tuple(config.gpus))} was chosen, {num_gpus} can be seen"
+            f"GPUs {_format_gpus(tuple(config.gpus))} were chosen, but the number of visible GPUs is "
+            f"{num_gpus}"
         )
     yield from here
 

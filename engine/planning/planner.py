@@ -235,12 +235,13 @@ class Planner:
         limit, asked = self.shape.context_limit, self.config.context
         if asked is not None and asked > limit:
             raise DoesNotFit(
-                f"context of {asked} tokens asked, the model was made for {limit}: ask for at most that"
+                f"context of {asked} tokens requested, but the model's limit is {limit}: request at most that"
             )
         pool = self.config.kv_tokens
         if asked is not None and pool is not None and asked > pool:
             raise DoesNotFit(
-                f"context of {asked} tokens asked, but the KV pool holds {pool} tokens: ask for at most that"
+                f"context of {asked} tokens requested, but the KV cache holds {pool} tokens: request at most "
+                "that"
             )
         return min(asked or limit, pool or limit)
 

@@ -177,7 +177,7 @@ class RunnablePlan:
     has_latent: bool = False
     """True for attention over a compressed latent (MLA)."""
     is_plain: bool = True
-    """True for a dense decoder of RMSNorms, gated MLPs and attention alone, which reads no pictures."""
+    """True for a dense decoder of RMSNorms, gated MLPs and attention alone, which cannot read images."""
     draft_method: DraftMethod | None = None
     """Proposer of draft tokens that runs a model; None: there is none."""
 
@@ -232,12 +232,12 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
             "--pp and --overlap"
         )
     if reason := why_no_kv_dtype(plan.kv_dtype, site):
-        raise DeviceError(f"{reason}: use --kv-dtype int8, as small")
+        raise DeviceError(f"{reason}: use --kv-dtype int8, which is as small")
     invariant = is_row_invariant(plan.dtype, plan.kv_dtype, site, deterministic=config.deterministic)
     if config.deterministic and not invariant:
         raise not_deterministic(f"{site.device}, {plan.dtype}")
     if config.exact == "portable" and (reason := _why_not_portable(plan, site)):
-        raise DeviceError(f"exact portable was asked for, but {reason}")
+        raise DeviceError(f"exact portable was requested, but {reason}")
     overlaps = config.overlaps_on(site.device)
     if plan.cpu_part and (overlaps or site.device == "cuda"):
         raise DeviceError(
@@ -250,7 +250,7 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
 def not_deterministic(kernels: str) -> DeviceError:
     """Make the error of `deterministic` with kernels (where and in which dtype) that cannot keep it."""
     return DeviceError(
-        f"deterministic was asked for, but the kernels that run here ({kernels}) may compute a row "
+        f"deterministic was requested, but the kernels that run here ({kernels}) may compute a row "
         "differently in another batch. It needs the Triton kernels on a GPU, or the C++ kernels on a CPU, in "
         "bfloat16 or float32; see `llmbox doctor`"
     )
@@ -261,17 +261,17 @@ def _require_drafts(plan: RunnablePlan, config: EngineConfig, *, overlaps: bool,
     beside = plan.has_host_experts
     reason = why_no_drafts(plan.stages, overlaps=overlaps, row_invariant=row_invariant, host_experts=beside)
     if config.speculate == "on" and reason:
-        raise DeviceError(f"speculate was asked for, but {reason}: load with --speculate auto or off")
+        raise DeviceError(f"speculate was requested, but {reason}: load with --speculate auto or off")
     wanted = ""
     if config.mtp == "on":
         wanted = "the MTP layer"
     elif config.draft_path is not None:
         wanted = "a draft model" if plan.draft_method in {None, "draft_model"} else "a draft head"
     if wanted and config.speculate == "off":
-        raise DeviceError(f"{wanted} was asked for with --speculate off: leave one of them out")
+        raise DeviceError(f"{wanted} cannot be combined with --speculate off: leave one of them out")
     reason = why_no_draft_model(plan.ranks) or reason
     if wanted and reason:
-        raise DeviceError(f"{wanted} was asked for, but {reason}: load without --draft")
+        raise DeviceError(f"{wanted} was requested, but {reason}: load without --draft")
 
 
 def why_no_draft_model(ranks: int) -> str:

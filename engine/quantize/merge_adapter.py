@@ -69,7 +69,7 @@ def check_adapter(base: Path, folder: Path) -> AdapterReport:
     adapter = read_adapter(folder)
     config = parse_config(base)
     if config.is_bidirectional:
-        raise AdapterError(f"{base} makes vectors from both directions: adapters of it are not applied")
+        raise AdapterError(f"{base} is an encoder: adapters for it are not supported")
     _adapted_layers(config)[0].match(adapter)
     reader = AdapterReader(WIDE)  # each number is finite: of several ranks some read only their layers
     for target in adapter.targets.values():
@@ -96,7 +96,7 @@ def merge(base: Path, folder: Path, out: Path, progress: Progress) -> AdapterRep
     config = parse_config(base)
     if config.stored is not None or not any(base.glob("*.safetensors")):
         raise ModelError(
-            f"{base} holds quantized weights: merge into the checkpoint it was made of, then quantize that"
+            f"{base} has quantized weights: merge into the original checkpoint, then quantize that"
         )
     entries = list_tensors(base)
     total = sum(entry.nbytes for entry in entries.values())

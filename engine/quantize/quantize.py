@@ -89,9 +89,7 @@ def quantize(
     """
     config = parse_config(source)
     if config.stored is not None:
-        raise ModelError(
-            f"{source} holds {config.stored.label} weights already: take the checkpoint it was made of"
-        )
+        raise ModelError(f"{source} holds {config.stored.label} weights already: use the original checkpoint")
     if config.is_bidirectional:
         raise ModelError(
             f"{source} makes vectors from both directions, and such checkpoints are not written: load it "
@@ -103,7 +101,7 @@ def quantize(
         )
     if writing is not None and config.experts is not None:
         raise ModelError(
-            "a text meets some experts hardly ever, so their weights cannot be calibrated with it: quantize "
+            "a text hardly ever reaches some experts, so their weights cannot be calibrated: quantize "
             "without --calibrate"
         )
     uncommon = "recurrent layers" if config.recurrent else "layers of several sizes"
@@ -184,7 +182,7 @@ def copy_side_files(source: Path, target: Path) -> None:
         if file.suffix in WEIGHTS or file.name in {INDEX, "config.json"} or file.is_dir():
             continue
         if file.exists() and not file.is_file():
-            raise ModelError(f"{file} is neither a regular file nor a folder: take it away")
+            raise ModelError(f"{file} is neither a regular file nor a folder: remove it")
         if file.is_file() and not file.name.startswith(".") and file.stat().st_size <= LARGEST_COPY:
             shutil.copyfile(file, target / file.name)
     if (source / POOLING_FILE).is_file():

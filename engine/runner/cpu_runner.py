@@ -69,7 +69,7 @@ class CPUModelRunner:
     ) -> None:
         """`window_cache`: KV cache of sliding-window layers, if they have blocks of their own
         (`has_window_blocks`) or heads of another width. `states`: recurrent state, for a model with recurrent
-        layers. `images`: embeddings of pictures, for one with a vision tower. `lora_bytes`: most bytes of
+        layers. `images`: embeddings of images, for one with a vision tower. `lora_bytes`: most bytes of
         adapters.
         """
         self._model = model
@@ -293,7 +293,7 @@ class CPUModelRunner:
         encoded: EncodedImages,
         sent: Mapping[ImagePiece, bytes],
     ) -> ForwardContext:
-        """Return the inputs of a step with requests that have pictures, be their rows in it or not."""
+        """Return the inputs of a step with requests that have images, be their rows in it or not."""
         images, positions_3T = encoded.rows(rows, sent), encoded.positions(rows)
         if images is not None:
             forward.ids_T[images.rows_R] = encoded.config.pad_id

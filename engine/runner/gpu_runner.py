@@ -332,7 +332,7 @@ class GPUModelRunner:
             draft_N if self._sizes.draft_rows else None,
         )
         positions_N = None
-        if self._has_mrope:  # pictures take fewer positions than rows
+        if self._has_mrope:  # images take fewer positions than rows
             positions_N = ragged.positions_T + self._rows.position_shifts(row_N)
         # A decoding row is the last of its sequence, so that its position tells the length.
         short = self._rotary.short_context
@@ -352,7 +352,7 @@ class GPUModelRunner:
         return self._model.take_tapped()
 
     def _forward_with_images(self, step: MixedStep, plan: StepPlan, encoded: EncodedImages) -> ForwardContext:
-        """Return the inputs of a step with requests that have pictures, be their rows in it or not."""
+        """Return the inputs of a step with requests that have images, be their rows in it or not."""
         ragged = encoded.split(step.ragged, plan.rows)
         forward = self._forward(step.ids_T, ragged, encoded.positions(plan.rows), step.is_long)
         images = encoded.rows(plan.rows, plan.embeddings)
@@ -380,7 +380,7 @@ class GPUModelRunner:
         )
 
     def _is_decoding(self, plan: StepPlan) -> bool:
-        """Return True if all rows continue sequences. The last token of a prompt may be a picture's."""
+        """Return True if all rows continue sequences. The last token of a prompt may be an image's."""
         if not is_decoding(plan, is_recurrent=self._states is not None):
             return False
         return self.images is None or not self.images.has_rows(plan.rows)

@@ -1,6 +1,6 @@
-"""Rows of pictures in a step: their embeddings and their positions, and the tower that makes them.
+"""Rows of images in a step: their embeddings and their positions, and the tower that makes them.
 
-L = 1 + deepstack levels, R rows of pictures in the step, T rows of the step, E hidden size.
+L = 1 + deepstack levels, R rows of images in the step, T rows of the step, E hidden size.
 """
 
 from array import array
@@ -55,7 +55,7 @@ class EncodedImages:
 
     @torch.inference_mode()
     def advance(self, image: PreparedImage) -> bool:
-        """Compute one slice of a picture. True once its embeddings are kept. Raises ValueError for a tower
+        """Compute one slice of an image. True once its embeddings are kept. Raises ValueError for a tower
         that gives another number of rows than the prompt has.
         """
         slices = self._slices.get(image.content_hash)
@@ -74,7 +74,7 @@ class EncodedImages:
         return False
 
     def try_out(self, image: PreparedImage) -> None:
-        """Encode a picture and forget it; nothing on ranks without the tower."""
+        """Encode an image and forget it; nothing on ranks without the tower."""
         while self._encoder is not None and not self.advance(image):
             pass
         self.drop(image.content_hash)
@@ -104,7 +104,7 @@ class EncodedImages:
         return ImageRows(move(from_array(places), self._device), levels_LRE)
 
     def has_rows(self, rows: Sequence[ScheduledRequest]) -> bool:
-        """Return True if a row of the step lies in a picture."""
+        """Return True if a row of the step lies in an image."""
         for row in rows:
             images = row.request.images
             following = first_image(images, row.start) if images else 0
@@ -129,7 +129,7 @@ class EncodedImages:
         return numbers.view(1 + self.config.deepstack_levels, -1, self.config.hidden_size)
 
     def _pieces(self, rows: Sequence[ScheduledRequest]) -> Iterator[tuple[list[int], ImagePiece]]:
-        """Yield the step's rows that each picture has, and which of the picture's rows they are."""
+        """Yield the step's rows that each image has, and which of the image's rows they are."""
         first = 0
         for row in rows:
             images = row.request.images
@@ -147,7 +147,7 @@ class EncodedImages:
             first += row.num_tokens
 
     def split(self, layout: BatchLayout, rows: Sequence[ScheduledRequest]) -> BatchLayout:
-        """Return the layout with a sequence for each picture of the step, where rows of a picture attend to
+        """Return the layout with a sequence for each image of the step, where rows of an image attend to
         each other in both directions.
         """
         if not self.config.is_bidirectional:
@@ -168,7 +168,7 @@ class EncodedImages:
 
 
 def split_pictures(layout: BatchLayout, rows: Sequence[ScheduledRequest], span: int) -> BatchLayout:
-    """Cut sequences of a step before and after each picture, whose sequence has `span` in `spans_N`."""
+    """Cut sequences of a step before and after each image, whose sequence has `span` in `spans_N`."""
     lens, ends, spans, owners = [], [], array("i"), []
     for owner, row in enumerate(rows):
         position, end = row.start, row.start + row.num_tokens
@@ -215,8 +215,8 @@ def extend_positions(
 ) -> None:
     """Append the positions of tokens `start` to `end` to the three axes.
 
-    Text counts on from the largest position before it. Rows of a picture have one time, and heights and
-    widths from there on (M-RoPE), so that a picture takes as many positions as its longer side.
+    Text counts on from the largest position before it. Rows of an image have one time, and heights and
+    widths from there on (M-RoPE), so that an image takes as many positions as its longer side.
     """
     shift, position = 0, start
     for image in images:

@@ -95,7 +95,7 @@ class DeviceRequestState:
         self._reals_R3 = torch.ones(count + 1, 3, dtype=torch.float64, device=device)
         self._integers_R5 = torch.zeros(count + 1, 5, dtype=torch.int64, device=device)
         """Seed, top k, log-probabilities, the slot of recurrent state (-1 for none, as padding rows have),
-        and the difference of a generated token's RoPE position to its place, which pictures make."""
+        and the difference of a generated token's RoPE position to its place, which images make."""
         self._integers_R5[:, 3] = -1
         self._integers_R5[count, 2] = 1  # rows behind a wrong draft are drawn with it, and read
         self.rules: DevicePenalties | None = None

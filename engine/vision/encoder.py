@@ -1,6 +1,6 @@
-"""Vision encoder: a tower and its projector, from prepared pictures to rows of embeddings.
+"""Vision encoder: a tower and its projector, from prepared images to rows of embeddings.
 
-P patches of a tile, R rows of one picture, M patches merged into one row, L = 1 + deepstack levels. E hidden:
+P patches of a tile, R rows of one image, M patches merged into one row, L = 1 + deepstack levels. E hidden:
 of the tower in projectors, of the language model in their results.
 """
 
@@ -186,10 +186,10 @@ class VisionEncoder:
 
     @torch.inference_mode()
     def encode(self, image: PreparedImage) -> Generator[None, None, Tensor]:
-        """Encode one picture, and yield wherever the step loop may run a step.
+        """Encode one image, and yield wherever the step loop may run a step.
 
         Returns [L, R, E] in the model's dtype: the rows that stand for token embeddings, then those of each
-        deepstack level. They are a function of the picture alone.
+        deepstack level. They are a function of the image alone.
         """
         tiles: list[Tensor] = []
         start = 0

@@ -1,4 +1,4 @@
-"""Vision tower: a transformer over the patches of a picture, in both directions.
+"""Vision tower: a transformer over the patches of an image, in both directions.
 
 P patches of a tile, E hidden, F feed-forward, H heads, D head dim, K colors of a patch.
 """

@@ -70,7 +70,7 @@ async def measure(port: int, keys: dict[str, str], options: argparse.Namespace) 
         return [await ask(port, options.model, keys[name], text, 8) for text in texts]
 
     await probes("quiet", 3)
-    delays = {"nobody else asks": await probes("quiet", options.probes)}
+    delays = {"one key alone": await probes("quiet", options.probes)}
     floods = (flood(port, keys["flood"], number, options) for number in range(options.flood))
     flooding = [asyncio.create_task(each) for each in floods]
     try:
@@ -129,7 +129,7 @@ def table(options: argparse.Namespace, delays: dict[str, list[float]]) -> str:
     command = f"python tests/bench/key_flood.py --flood {options.flood} --model {options.model}"
     lines = [
         f"\n{where}; {dt.datetime.now(dt.UTC).date()}; `{command}`\n",
-        "| who asks | requests | p50 | p95 | longest |",
+        "| requests from | requests | p50 | p95 | longest |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for who, values in delays.items():

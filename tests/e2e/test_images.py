@@ -170,7 +170,7 @@ def bomb() -> str:
 
 
 HOSTILE = {
-    "text": (base64.b64encode(b"hello").decode(), "no PNG, JPEG, WebP or GIF"),
+    "text": (base64.b64encode(b"hello").decode(), "not a PNG, JPEG, WebP or GIF"),
     "empty": ("", "empty"),
     "no base64": ("!!!", "base64"),
     "bomb": (bomb(), "30,000 x 30,000"),
@@ -233,9 +233,9 @@ def test_what_is_no_picture_is_refused_by_name(client):
 @pytest.mark.parametrize(
     ("path", "block", "told"),
     [
-        ("responses", {"type": "input_audio"}, "pictures of users"),
+        ("responses", {"type": "input_audio"}, "images of users"),
         ("responses", {"type": "input_image", "file_id": "f"}, "'image_url'"),
-        ("messages", {"type": "document", "source": {"type": "file", "file_id": "f"}}, "pictures of users"),
+        ("messages", {"type": "document", "source": {"type": "file", "file_id": "f"}}, "images of users"),
     ],
 )
 def test_other_dialects_say_what_is_read(client, path, block, told):
@@ -278,6 +278,6 @@ def test_placeholders_typed_by_a_user_are_text(client):
 
 def test_pictures_of_open_requests_have_a_limit(client, monkeypatch):
     monkeypatch.setattr(reader, "OPEN_IMAGE_BYTES", 100)
-    with pytest.raises(openai.RateLimitError, match="pictures of open requests"):
+    with pytest.raises(openai.RateLimitError, match="images of open requests"):
         ask(client, parts(RED))
     assert ask(client, QUESTION, max_tokens=1).choices

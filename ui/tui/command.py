@@ -38,7 +38,7 @@ SEED = 7
 @click.command(cls=Command)
 @click.option("--once", is_flag=True, help="Print an overview as plain text and exit.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: print a JSON snapshot instead.")
-@click.option("--mock", is_flag=True, help="Show a demonstration with made-up data; needs no daemon.")
+@click.option("--mock", is_flag=True, help="Show a demonstration with invented data; needs no daemon.")
 @click.option(
     "--seed", type=int, metavar="N", help=f"With --mock: seed of the made-up events (default {SEED})."
 )
@@ -48,7 +48,7 @@ SEED = 7
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Record what is shown to FILE.",
+    help="Record the received data to FILE.",
 )
 @click.option(
     "--replay",

@@ -47,7 +47,7 @@ from .bench_find import default_model, find_point, id_range, local_url, no_succe
     "per_level",
     metavar="N",
     default=0,
-    help="Requests per level; default: 4 for each stream, at least 8.",
+    help="Requests per concurrency level; default: 4 for each stream, at least 8.",
 )
 @click.option("--prompt", metavar="N", default=128, show_default=True, help="Prompt tokens.")
 @click.option("--output", "output_tokens", metavar="N", default=128, show_default=True, help="Output tokens.")
@@ -56,7 +56,7 @@ from .bench_find import default_model, find_point, id_range, local_url, no_succe
     type=click.Choice(["load", *SCENARIOS, "all"]),
     default="load",
     show_default=True,
-    help="What to measure: a load, or two settings against each other.",
+    help="What to measure: a load, or a comparison of two settings.",
 )
 @click.option("--scale", type=click.Choice(list(SCALES)), default="full", help="Workload size of a scenario.")
 @click.option(
@@ -76,9 +76,13 @@ from .bench_find import default_model, find_point, id_range, local_url, no_succe
     help="File with the --json output of an earlier run, to show the ratio to it.",
 )
 @click.option(
-    "--profile", is_flag=True, help="Show where the time of the engine's steps goes, level by level."
+    "--profile",
+    is_flag=True,
+    help="Show where the time of the engine's steps goes, for each concurrency level.",
 )
-@click.option("--find", is_flag=True, help="Find the most streams whose latencies stay within the targets.")
+@click.option(
+    "--find", is_flag=True, help="Find the largest number of streams whose latencies stay within the targets."
+)
 @click.option(
     "--targets",
     metavar="TTFT/TPOT",
@@ -89,13 +93,20 @@ from .bench_find import default_model, find_point, id_range, local_url, no_succe
     type=click.Choice(["90", "95", "99"]),
     default="95",
     show_default=True,
-    help="Percentile of the requests of --find that must be within the targets.",
+    help="Percentile of requests that must be within the targets of --find.",
 )
-@click.option("--most", metavar="N", default=256, show_default=True, help="Most streams that --find tries.")
 @click.option(
-    "--time", "seconds", metavar="S", default=180.0, show_default=True, help="Most seconds that --find takes."
+    "--most", metavar="N", default=256, show_default=True, help="Maximum number of streams that --find tries."
 )
-@click.option("--write", is_flag=True, help="Write what --find found to the configuration.")
+@click.option(
+    "--time",
+    "seconds",
+    metavar="S",
+    default=180.0,
+    show_default=True,
+    help="Maximum time of --find, in seconds.",
+)
+@click.option("--write", is_flag=True, help="Write the result of --find to the configuration.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def bench(program: Program, /, scenario: str, earlier: Path | None, *, find: bool, **options: Any) -> None:

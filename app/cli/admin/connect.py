@@ -45,8 +45,8 @@ def connect(
 ) -> None:
     """Print the settings that make CLIENT use this daemon; without CLIENT, list the clients.
 
-    llmbox connect mcp ASSISTANT prints those that let an assistant manage this box by MCP; without ASSISTANT,
-    it lists the assistants.
+    llmbox connect mcp ASSISTANT prints the settings that let an assistant manage this machine's models by
+    MCP; without ASSISTANT, it lists the assistants.
     """
     if client == "mcp":
         if model is not None:

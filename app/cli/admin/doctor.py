@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.option("--watch", is_flag=True, help="One line each interval until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Print one line each interval until Ctrl-C.")
 @click.option(
     "--interval",
     type=click.FloatRange(0.1),
@@ -129,7 +129,7 @@ MARKS = {"ok": "ok    ", "note": "note  ", "failed": "FAILED"}
 
 @click.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("-q", "--quiet", is_flag=True, help="Only findings that need attention.")
+@click.option("-q", "--quiet", is_flag=True, help="Show only findings that need attention.")
 @click.option(
     "--bundle",
     type=click.Path(path_type=Path, dir_okay=False),

@@ -85,13 +85,13 @@ def limit_options(command: Any) -> Any:
         text = f"Highest cost {what}, at usage.prices."
         command = click.option(flag, type=Limit(whole=False), metavar="AMOUNT", help=text)(command)
     for flag, what in reversed(LIMITS):
-        command = click.option(flag, type=Limit(), metavar="N", help=f"Most {what}.")(command)
+        command = click.option(flag, type=Limit(), metavar="N", help=f"Maximum {what}.")(command)
     return command
 
 
 @click.group(cls=CommandGroup)
 def key() -> None:
-    """Manage API keys: make, list, change, rotate, revoke.
+    """Manage API keys: create, list, change, rotate, revoke.
 
     Changes take effect with the next request, also in a running daemon.
     """
@@ -106,14 +106,14 @@ def key() -> None:
     multiple=True,
     default=("infer",),
     show_default=True,
-    help="infer uses models, read reads metrics, admin does everything. May be repeated.",
+    help="infer: use models; read: read metrics; admin: everything. May be repeated.",
 )
 @click.option(
     "--model",
     "models",
     metavar="NAME",
     multiple=True,
-    help="Allow only these models; may be globs such as 'qwen*'.",
+    help="Allow only these models; globs such as 'qwen*' are allowed.",
 )
 @click.option(
     "--expires",
@@ -129,11 +129,11 @@ def key() -> None:
     metavar="N",
     help="Priority: lower is served first, below 0 is premium (default 0).",
 )
-@click.option("--log-content", is_flag=True, help="Let the request log keep prompts and answers of this key.")
+@click.option("--log-content", is_flag=True, help="Keep prompts and answers of this key in the request log.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def add(program: Program, /, *, as_json: bool, **fields: Any) -> None:
-    """Make a key. Its secret is printed once, alone, on stdout."""
+    """Create a key. Its secret is printed once, alone, on stdout."""
     import msgspec
 
     from ...security.keys import KeySpec

@@ -96,7 +96,7 @@ class BlocksParam(click.ParamType[str]):
 
 
 @click.command(cls=Command)
-@click.option("--model", metavar="NAME", help="Only engines that answered for this model.")
+@click.option("--model", metavar="NAME", help="Only engines that served this model.")
 @click.option(
     "--since",
     type=SinceParam(),
@@ -141,7 +141,7 @@ def replay(
     """Simulate the scheduling of past requests: steps, preemptions, evictions, waits.
 
     Reads the request log, whether or not a daemon runs. It needs no prompts or answers and sends no request.
-    With an option of "what if", it compares what that would have changed.
+    With a "What if" option, it compares the original with the changed schedule.
     """
     if not program.paths.request_db.exists():
         raise CliError("there is no request log", str(program.paths.request_db), "llmbox up")

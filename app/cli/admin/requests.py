@@ -34,8 +34,8 @@ _HIDDEN = {"prefix_end", "looked_up_tokens", "output_hash", "fingerprint", "cont
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def show(program: Program, request_id: str, *, as_curl: bool, as_python: bool, as_json: bool) -> None:
-    """Show one request, running or ended: its numbers, its tokens in the prefix cache, and prompt and answer
-    where they are kept.
+    """Show one request, running or ended: its numbers, its cached tokens, and prompt and answer
+    if they are kept.
     """
     answer = program.client.get(_path(request_id))
     if as_json:
@@ -53,7 +53,7 @@ def show(program: Program, request_id: str, *, as_curl: bool, as_python: bool, a
 def replay(context: click.Context, /, request_id: str, *, as_json: bool) -> None:
     """Send a request again with its seed, and compare the tokens.
 
-    Needs the request's content, which is kept for keys made with --log-content. Exit code 1: they differ.
+    Needs the request's content, which is kept for keys created with --log-content. Exit code 1: they differ.
     """
     program: Program = context.ensure_object(Program)
     answer = program.client.post(f"{_path(request_id)}/replay", {}, timeout=None)
@@ -232,7 +232,7 @@ class SinceParam(click.ParamType[float]):
     type=click.IntRange(1, 1000),
     default=20,
     show_default=True,
-    help="Most rows to show.",
+    help="Maximum number of rows.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with -f one for each request.")
 @click.option("-q", "--quiet", is_flag=True, help="Print ids only.")
@@ -240,7 +240,7 @@ class SinceParam(click.ParamType[float]):
 def requests(context: click.Context, /, *, follow: bool, as_json: bool, quiet: bool, **filters: Any) -> None:
     """Read and follow the request log; show, replay, cancel or erase requests.
 
-    Rows hold metadata. Prompts and answers are kept only for keys made with --log-content (see show).
+    Rows hold metadata. Prompts and answers are kept only for keys created with --log-content (see show).
     """
     if context.invoked_subcommand is not None:
         return

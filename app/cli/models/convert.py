@@ -105,7 +105,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder to make; default: named after MODEL and the format, in the current folder.",
+    help="Folder to create; default: named after MODEL and the format, in the current folder.",
 )
 @click.option(
     "--eval",
@@ -116,7 +116,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 @click.option(
     "--calibrate",
     is_flag=True,
-    help="Calibrate (GPTQ) on text that the model writes itself: slower, closer to the original.",
+    help="Calibrate with GPTQ on text that the model writes itself: slower, but closer to the original.",
 )
 @threads_option
 @json_option
@@ -135,7 +135,7 @@ def quantize(
     """Quantize the weights of MODEL to integers or FP8, into a new model folder.
 
     w4a16-g128, w4a16-g32, w8a8 and fp8 are formats of compressed-tensors. The others hold the integers that
-    `--quant` makes at each load; --calibrate makes better ones. docs/quantization.md describes them all.
+    `--quant` makes at each load; --calibrate gives better ones. docs/quantization.md describes them all.
     """
     ref = program.resolve(model)
     short = ref.name.rpartition("/")[2].partition("@")[0]
@@ -210,7 +210,7 @@ TOKENIZER_FILES = (
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder to make; default: named after the file, in the current folder.",
+    help="Folder to create; default: named after the file, in the current folder.",
 )
 @click.option(
     "--tokenizer",

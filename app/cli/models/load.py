@@ -44,7 +44,13 @@ from .convert import run_job
 @click.option("--ttl", type=click.FloatRange(0, 1e7), metavar="S", help="Unload after S idle seconds.")
 @click.option("--estimate-only", is_flag=True, help="Show how much memory it would need; load nothing.")
 @click.option("--wait/--no-wait", default=True, help="Wait until the model is ready (default).")
-@click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Most seconds to wait.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0),
+    default=600.0,
+    metavar="S",
+    help="Maximum time to wait, in seconds.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def load(
@@ -158,7 +164,9 @@ def lora() -> None:
 @lora.command("add", cls=Command)
 @click.argument("name")
 @click.argument("source", metavar="DIR|REPO")
-@click.option("--base", metavar="MODEL", help="Model that it was trained on; default: the one that it names.")
+@click.option(
+    "--base", metavar="MODEL", help="Base model of the adapter; default: the one named in its config."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def add(program: Program, *, name: str, source: str, base: str | None, as_json: bool) -> None:
@@ -257,7 +265,7 @@ def rm(program: Program, *, name: str) -> None:
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     required=True,
-    help="Folder to make.",
+    help="Folder to create.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
@@ -294,7 +302,7 @@ def merge(program: Program, *, adapter: str, base: str | None, out: Path, as_jso
 
 @click.group(cls=CommandGroup)
 def alias() -> None:
-    """Manage aliases: other names of models, and variants with parameters of their own."""
+    """Manage aliases: other names of models, and variants with their own parameters."""
 
 
 @alias.command("set", cls=Command)

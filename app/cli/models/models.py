@@ -167,7 +167,7 @@ def _output_format(folder: Path) -> dict[str, str | None]:
 
 
 def _describe_pictures(folder: Path) -> str | None:
-    """Describe what a picture costs, or why none is read; None for a model of texts."""
+    """Describe what an image costs, or why none is read; None for a model of texts."""
     from llmbox.engine.errors import EngineError
     from llmbox.engine.model_config.vision.families import find_vision
     from llmbox.engine.model_config.vision.shape import NO_TOWER, USUAL_SIDE, vision_shape

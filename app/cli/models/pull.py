@@ -55,7 +55,7 @@ def pull(
 ) -> None:
     """Download a model from the hub: REF is org/name, org/name@revision, or a short name such as qwen3:4b.
 
-    First it is checked that the model fits in memory and on the disk. The daemon does the download: Ctrl-C
+    First llmbox checks that the model fits in memory and on the disk. The daemon downloads it: Ctrl-C
     only stops showing it, and an interrupted download resumes where it stopped, even after a restart.
     """
     if show_list:

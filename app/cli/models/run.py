@@ -23,7 +23,7 @@ from ..server.up import load_missing
 from .pull import fetch_missing, fetch_time
 
 HELP = (
-    "Commands: /image FILE adds a picture to the next question, /image alone drops those added, /clear "
+    "Commands: /image FILE adds an image to the next question, /image alone removes added ones, /clear "
     "forgets the conversation, /bye ends it. Ctrl-C stops an answer."
 )
 HISTORY_LINES = 1000
@@ -46,14 +46,16 @@ HISTORY_LINES = 1000
     metavar="X",
     help="Sample from the most likely tokens that together have this probability.",
 )
-@click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Most tokens of an answer.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1), metavar="N", help="Maximum number of tokens in an answer."
+)
 @click.option("--seed", type=int, metavar="N", help="Same seed, same answer.")
 @click.option(
     "--image",
     "images",
     multiple=True,
     metavar="FILE",
-    help="Ask about this picture (PNG, JPEG, WebP, GIF). May be repeated.",
+    help="Ask about this image (PNG, JPEG, WebP, GIF). May be repeated.",
 )
 @click.option("--yes", is_flag=True, help="Download the model without asking if it is not on this disk.")
 @pass_program
@@ -71,7 +73,7 @@ def run(
 ) -> None:
     """Chat with a model, or ask it one question with PROMPT or from stdin.
 
-    Vision models accept pictures with --image. In a chat, add one with /image FILE or with its path in the
+    Vision models accept images with --image. In a chat, add one with /image FILE or with its path in the
     question.
 
     MODEL may be a short name such as qwen3:4b (`llmbox search` lists them). A model that is not on this disk
@@ -152,25 +154,25 @@ class ChatSession:
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._messages: list[dict[str, Any]] = []
         self._images: list[str] = []
-        """URLs of pictures for the next question."""
+        """URLs of images for the next question."""
         self.image_problem: str = (model["info"] or {}).get("image_problem", "")
-        """Reason why the model reads no pictures; empty if it does."""
+        """Reason why the model cannot read images; empty if it does."""
         if not self._chat:
             self.image_problem = self.image_problem or "it has no chat template"
 
     def attach(self, url: str) -> None:
-        """Add a picture to the next question. Raises CliError for a model that reads none."""
+        """Add an image to the next question. Raises CliError for a model that reads none."""
         if self.image_problem:
             raise CliError(
-                f"{self._fixed['model']} reads no pictures",
+                f"{self._fixed['model']} cannot read images",
                 self.image_problem,
-                "take a model that sees: llmbox search",
+                "choose a vision model: llmbox search",
             )
         self._images.append(url)
 
     @property
     def num_images(self) -> int:
-        """Number of pictures for the next question."""
+        """Number of images for the next question."""
         return len(self._images)
 
     def drop_images(self) -> None:
@@ -181,7 +183,7 @@ class ChatSession:
         self.drop_images()
 
     def ask(self, question: str) -> None:
-        """Stream the answer to stdout. Ctrl-C or an error ends the answer and keeps the text so far; pictures
+        """Stream the answer to stdout. Ctrl-C or an error ends the answer and keeps the text so far; images
         of a question without an answer are kept for the next one.
         """
         content: str | list[dict[str, Any]] = question
@@ -297,7 +299,7 @@ def _chat(program: Program, talk: ChatSession) -> None:
                 talk.clear()
             elif question == "/image":
                 talk.drop_images()
-                output.say("The next question has no pictures.")
+                output.say("The next question has no images.")
             elif question.startswith("/image "):
                 _attach(talk, [question.removeprefix("/image ").strip().strip("'\"")])
             elif question.startswith("/"):
@@ -307,7 +309,7 @@ def _chat(program: Program, talk: ChatSession) -> None:
 
 
 def _attach(talk: ChatSession, paths: Sequence[str]) -> None:
-    """Add pictures to the next question, or say why not."""
+    """Add images to the next question, or say why not."""
     for path in paths:
         try:
             talk.attach(read_image_url(path))

@@ -163,7 +163,10 @@ def version(program: Program, *, check: bool, as_json: bool) -> None:
 @click.command(cls=Command)
 @click.option("--now", is_flag=True, help="Do not wait for open requests; they end with an error.")
 @click.option(
-    "--timeout", type=click.FloatRange(0), metavar="S", help="Most seconds to wait for open requests."
+    "--timeout",
+    type=click.FloatRange(0),
+    metavar="S",
+    help="Maximum time to wait for open requests, in seconds.",
 )
 @pass_program
 def down(program: Program, *, now: bool, timeout: float | None) -> None:
@@ -244,7 +247,11 @@ Row = Mapping[str, Any]
 @click.command(cls=Command)
 @click.option("--now", is_flag=True, help="Do not wait for open requests; they end with an error.")
 @click.option(
-    "--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Most seconds to wait for models."
+    "--timeout",
+    type=click.FloatRange(0),
+    default=600.0,
+    metavar="S",
+    help="Maximum time to wait for models, in seconds.",
 )
 @pass_program
 def restart(program: Program, *, now: bool, timeout: float) -> None:

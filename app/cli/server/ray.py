@@ -16,11 +16,11 @@ _address = click.option(
     "--address",
     default="auto",
     metavar="ADDRESS",
-    help="Ray cluster; auto: the one of this machine, local: a new one that ends with this command.",
+    help="Ray cluster; auto: this machine's, local: a new one that ends with this command.",
 )
 _name = click.option("--name", default="llmbox", metavar="NAME", help="Name of the application.")
 _timeout = click.option(
-    "--timeout", type=click.FloatRange(0), default=60.0, metavar="S", help="Most seconds to wait."
+    "--timeout", type=click.FloatRange(0), default=60.0, metavar="S", help="Maximum time to wait, in seconds."
 )
 
 
@@ -47,13 +47,19 @@ def ray() -> None:
     type=click.FloatRange(1),
     default=16.0,
     metavar="N",
-    help="Open requests per replica that scaling aims at.",
+    help="Target number of open requests per replica for scaling.",
 )
 @click.option("--cpus", type=click.FloatRange(0), default=1.0, metavar="N", help="CPU cores per replica.")
 @click.option("--gpus", type=click.FloatRange(0), default=0.0, metavar="N", help="GPUs per replica.")
 @click.option("--host", default="127.0.0.1", metavar="HOST", help="Address that Serve listens on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, metavar="PORT", help="Port of Serve.")
-@click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Most seconds to wait.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0),
+    default=600.0,
+    metavar="S",
+    help="Maximum time to wait, in seconds.",
+)
 @pass_program
 def deploy(
     program: Program,
@@ -111,7 +117,7 @@ def deploy(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def status(_program: Program, /, address: str, timeout: float, *, as_json: bool) -> int:
-    """Show the applications, their deployments and replicas; exit 3 where no Ray answers."""
+    """Show the applications, their deployments and replicas; exit 3 if no Ray answers."""
     own = _import_deploy()
     own.connect(address, timeout)
     applications = own.describe(timeout)

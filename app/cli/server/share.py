@@ -40,7 +40,7 @@ START_TIMEOUT = 600.0
 
 
 @click.command(cls=Command)
-@click.option("--off", is_flag=True, help="Undo it: restore the settings and revoke the key that it made.")
+@click.option("--off", is_flag=True, help="Undo it: restore the settings and revoke the created key.")
 @click.option(
     "--address", metavar="ADDR", help="Listen on this address only; default: all addresses of the machine."
 )
@@ -50,17 +50,15 @@ START_TIMEOUT = 600.0
     default="lan",
     show_default=True,
     metavar="NAME",
-    help="Key for the other devices; it is made if it does not exist.",
+    help="Key for the other devices; it is created if it does not exist.",
 )
 @click.option(
     "--tls/--no-tls",
     default=None,
     help="Encrypt with HTTPS (default), or send keys in the clear and print no sign-in link.",
 )
-@click.option("--mdns/--no-mdns", default=None, help="Announce the box on the network; default: no.")
-@click.option(
-    "--yes", is_flag=True, help="Do not ask: use HTTPS, do not announce the box, restart the daemon."
-)
+@click.option("--mdns/--no-mdns", default=None, help="Announce the daemon on the network; default: no.")
+@click.option("--yes", is_flag=True, help="Do not ask: use HTTPS, no announcement, restart the daemon.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def share(
@@ -75,9 +73,9 @@ def share(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Let other devices on your network use this box.
+    """Let other devices on your network use this machine's models.
 
-    Makes an API key, switches HTTPS on, restarts the daemon so that it listens on the network, and prints
+    Creates an API key, enables HTTPS, restarts the daemon so that it listens on the network, and prints
     addresses, the key, and a QR code that signs a phone in to the panel. Every request from another device
     needs a key. Undo it with llmbox share --off.
     """
@@ -269,7 +267,7 @@ def _unshare(program: Program, *, yes: bool, as_json: bool) -> None:
     known = _read_share(program)
     if known is None:
         raise CliError(
-            "this box was not shared with llmbox share",
+            "this machine was not shared with llmbox share",
             f"there is no {program.paths.share_file}",
             "llmbox config get server.host says where it listens",
             Exit.NOT_FOUND,

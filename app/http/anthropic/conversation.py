@@ -73,10 +73,12 @@ def _system(system: str | list[TextBlock]) -> str:
 
 
 def _text_of(turn: ChatMessages) -> str:
-    """Return the text of system messages, which have no pictures."""
+    """Return the text of system messages, which have no images."""
     parts = [part for message in turn for part in message["content"]]
     if any(part["type"] != "text" for part in parts):
-        raise ApiError(400, "A system message has no pictures.", code="unsupported_content", param="messages")
+        raise ApiError(
+            400, "A system message cannot contain images.", code="unsupported_content", param="messages"
+        )
     return "\n".join(part["text"] for part in parts)
 
 
@@ -136,7 +138,7 @@ def _turn(at: str, message: MessageParam) -> ChatMessages:
     if message.role == "system" and (results or calls):
         raise ApiError(
             400,
-            f"'{at}': a system message holds text, and no calls of tools or results.",
+            f"'{at}': a system message contains text only, no tool calls or results.",
             code="unsupported_content",
             param=f"{at}.content",
         )
@@ -168,7 +170,7 @@ def _result(at: str, block: ToolResultBlock) -> dict[str, Any]:
 
 
 def _image(at: str, block: ImageBlock) -> dict[str, Any]:
-    """Return the picture as a part of a chat message. Raises ApiError 400."""
+    """Return the image as a part of a chat message. Raises ApiError 400."""
     source = block.source
     match source.type:
         case "base64" if source.data is not None:
@@ -178,7 +180,7 @@ def _image(at: str, block: ImageBlock) -> dict[str, Any]:
         case _:
             raise ApiError(
                 400,
-                f"'{at}.source': a picture has 'data' in base64 or a 'url'; files are not supported.",
+                f"'{at}.source': an image has 'data' in base64 or a 'url'; files are not supported.",
                 code="unsupported_content",
                 param=f"{at}.source",
             )
@@ -201,7 +203,7 @@ def _text(at: str, block: Block | ToolReferenceBlock) -> str:
     raise ApiError(
         400,
         f"'{at}': {'PDFs and files' if isinstance(block, DocumentBlock) else f'blocks of type {kind!r}'} "
-        "are not supported: models read text, and pictures of users and tools.",
+        "are not supported: models read text, and images of users and tools.",
         code="unsupported_content",
         param=f"{at}.type",
     )

@@ -24,7 +24,7 @@ class ImageSourceParam(Struct, kw_only=True):
 
 
 class ImageBlock(Struct, kw_only=True, tag_field="type", tag="image"):
-    """Picture, in base64 or by its URL."""
+    """Image, in base64 or by its URL."""
 
     source: ImageSourceParam
     cache_control: NoEffect = None

@@ -203,9 +203,9 @@ async def default_deny(connection: ASGIConnection[Any, Any, Any, Any], handler: 
     if not isinstance(access, Access):
         raise _denied("This route is closed.")
     if is_form(connection) and not handler.opt.get("form"):
-        raise ApiError(415, "This route takes application/json.", "unsupported_media_type")
+        raise ApiError(415, "This route accepts application/json.", "unsupported_media_type")
     if "anthropic-version" in connection.headers and connection.scope["path"].startswith(_OPENAI_FILES):
-        raise ApiError(404, "Files are kept for OpenAI's clients only.", "not_found")
+        raise ApiError(404, "Files are supported for OpenAI clients only.", "not_found")
     if access in _OPEN:
         return
     identity = identify(connection)

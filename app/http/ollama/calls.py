@@ -110,7 +110,7 @@ def _format(asked: Any) -> dict[str, Any]:
 
 
 def with_images(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
-    """Return the content of a message: pictures stand before its text."""
+    """Return the content of a message: images stand before its text."""
     if not images:
         return text
     parts: list[dict[str, Any]] = [
@@ -196,7 +196,7 @@ async def prepare_ollama(call: RequestContext, data: ChatRequest | GenerateReque
 
 async def _prepare_raw(call: RequestContext, data: GenerateRequest, warnings: list[str]) -> OllamaCall:
     if data.images:
-        raise invalid("images", "a prompt without a template has no places for pictures")
+        raise invalid("images", "a prompt without a template has no places for images")
     raw = await prepare_translated_completion(call, raw_fields(data), NAMES)
     params = raw.generation.params
     if data.logprobs:

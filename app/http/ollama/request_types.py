@@ -76,7 +76,7 @@ class OllamaMessage(Struct, kw_only=True):
     content: str = ""
     thinking: str | None = None
     images: list[str] | None = None
-    """Pictures in base64."""
+    """Images in base64."""
     tool_calls: list[Call] | None = None
     tool_name: str | None = None
 
@@ -119,7 +119,7 @@ class GenerateRequest(OllamaGenerateFields, kw_only=True):
     """The prompt is taken as it is, without template and system prompt."""
     template: Never = None
     images: list[str] | None = None
-    """Pictures in base64."""
+    """Images in base64."""
     context: Never = None
     width: Never = None
     height: Never = None

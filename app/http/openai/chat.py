@@ -117,7 +117,7 @@ async def prepare_chat(
     prompt, images = await encode_chat(model, rendered, decoded)
     check_prompts([prompt], "messages", model)
     if images and body.truncate_prompt_tokens is not None:
-        raise invalid("truncate_prompt_tokens", "a prompt with pictures is not cut")
+        raise invalid("truncate_prompt_tokens", "a prompt with images is not truncated")
     prompts, cut = truncate_prompts([prompt], body.truncate_prompt_tokens, max_tokens, model)
     generation = Generation(
         id=public_id(prefix, body.request_id, call.exchange, call.gateway),
@@ -178,7 +178,7 @@ async def chat_ids(gateway: Gateway, model: LoadedModel, chat: Chat, tenant: str
 async def read_images(
     gateway: Gateway, model: LoadedModel, chat: Chat, tenant: str
 ) -> tuple[ImageLease | None, list[DecodedImage]]:
-    """Decode the pictures of a conversation, with the lease of their memory. Raises ApiError: 400, also for a
+    """Decode the images of a conversation, with the lease of their memory. Raises ApiError: 400, also for a
     model that reads none, 429 and 503.
     """
     if not chat.images:
@@ -188,7 +188,7 @@ async def read_images(
     if info.image_problem or vision is None:
         raise ApiError(
             400,
-            f"{model.name} reads no pictures: {info.image_problem or NO_TOWER}.",
+            f"{model.name} cannot read images: {info.image_problem or NO_TOWER}.",
             code="images_not_supported",
             param=chat.images[0].param,
         )
@@ -202,7 +202,7 @@ async def read_images(
 async def encode_chat(
     model: LoadedModel, rendered: RenderedChat, decoded: Sequence[DecodedImage]
 ) -> tuple[list[int], list[PreparedImage]]:
-    """Return the ids of a prompt, and its pictures with their places. Raises ApiError."""
+    """Return the ids of a prompt, and its images with their places. Raises ApiError."""
     vision = model.text.vision
     if not decoded or vision is None:
         return await model.text.off_loop(len(rendered.marked), rendered.ids), []

@@ -161,7 +161,7 @@ def build_chat(body: Any, limits: LimitSettings) -> Chat:
     images = ChatImages()
     messages = [_message(i, message, images) for i, message in enumerate(body.messages)]
     if len(images.sources) > limits.images:
-        raise invalid("messages", f"at most {limits.images} pictures are allowed (limits.images)")
+        raise invalid("messages", f"at most {limits.images} images are allowed (limits.images)")
     if continues and messages[-1]["role"] != "assistant":
         raise invalid("continue_final_message", "the last message is not the assistant's")
     return Chat(
@@ -176,7 +176,7 @@ def build_chat(body: Any, limits: LimitSettings) -> Chat:
 
 
 class ChatImages:
-    """Pictures of a conversation, and the mark that stands for each in the text around them."""
+    """Images of a conversation, and the mark that stands for each in the text around them."""
 
     def __init__(self) -> None:
         self.sources: list[ImageSource] = []
@@ -254,7 +254,7 @@ def _content(at: str, message: Message, images: ChatImages) -> str:
     if message.role not in {"user", "tool"}:
         raise ApiError(
             400,
-            f"Messages of the role {message.role!r} have no pictures: send them in a user message.",
+            f"Messages of the role {message.role!r} cannot contain images: send them in a user message.",
             code="unsupported_content",
             param=f"{at}.content",
         )
@@ -272,7 +272,7 @@ def _part(at: str, part: ContentPart) -> str:
     if part.type not in {"text", "refusal"}:
         raise ApiError(
             400,
-            f"Content parts of type {part.type!r} are not supported: models here read text and pictures "
+            f"Content parts of type {part.type!r} are not supported: models read text and images "
             "('image_url').",
             code="unsupported_content",
             param=f"{at}.type",

@@ -86,7 +86,7 @@ async def with_prompt(
         name = next((each for each in _PROMPTS_OF[input_type] if each in prompts), None)
     elif name is not None and name not in prompts:
         known = ", ".join(prompts) or "none"
-        raise invalid("prompt_name", f"{name!r} is no prompt of this model; it has {known}")
+        raise invalid("prompt_name", f"{name!r} is not a prompt of this model; it has {known}")
     elif name is None:
         name = default
     prompt = prompts[name] if name is not None else ""
@@ -119,7 +119,7 @@ async def prepare_completion(call: RequestContext, body: CompletionRequest) -> C
     items = prompt_items(body.prompt, "prompt")
     if len(items) * n > call.limits.queue:
         raise invalid(
-            "prompt", f"at most {call.limits.queue} choices (prompts times 'n') can be asked for at once"
+            "prompt", f"at most {call.limits.queue} choices (prompts times 'n') are allowed at once"
         )
     deadlines = Deadlines.of(call, body)
     model = await call.find_model(body.model, deadlines.next)
@@ -159,9 +159,9 @@ async def prepare_completion(call: RequestContext, body: CompletionRequest) -> C
 async def _fim_prompts(items: list[Any], body: CompletionRequest, model: LoadedModel) -> list[list[int]]:
     suffix = body.suffix or ""
     if body.echo:
-        raise invalid("echo", "the prompt of a gap, which 'suffix' makes, is not shown")
+        raise invalid("echo", "it cannot be combined with 'suffix'")
     if not all(isinstance(item, str) for item in items):
-        raise invalid("prompt", "with 'suffix' it is a text: what stands before the gap")
+        raise invalid("prompt", "with 'suffix' it must be a text: the part before the gap")
     size = sum(map(len, items)) + len(suffix) * len(items)
     special = body.add_special_tokens is not False
     prompts = await model.text.off_loop(

@@ -104,7 +104,7 @@ async def find_task(model: LoadedModel, name: str | None) -> tuple[int | None, s
     tasks = await off_loop(1 << 20, lambda: _read_tasks(model.path, model.loaded_at))
     names = [each for each, _ in tasks]
     if tasks and name not in names:
-        raise invalid("task", f"{name!r} is no task of this model; it has {', '.join(names)}")
+        raise invalid("task", f"{name!r} is not a task of this model; it has {', '.join(names)}")
     return (names.index(name), tasks[names.index(name)][1]) if tasks else (None, "")
 
 
@@ -124,7 +124,9 @@ def _ignored_task(generation: Generation, body: EmbeddingRequest) -> list[str]:
 def check_inputs(items: Sequence[str | list[int]], param: str) -> None:
     """Check the inputs without a model. Raises ApiError 400."""
     if len(items) > MAX_INPUTS:
-        raise invalid(param, f"at most {MAX_INPUTS} inputs can be sent at once, these are {len(items)}")
+        raise invalid(
+            param, f"at most {MAX_INPUTS} inputs can be sent at once, and the request has {len(items)}"
+        )
     for i, item in enumerate(items):
         if not item:
             raise invalid(param if len(items) == 1 else f"{param}[{i}]", "it must not be empty")

@@ -58,7 +58,7 @@ async def create_file(request: StrictRequest) -> FileObject:
     if purpose is None:
         raise ApiError(400, "Missing required parameter: 'purpose'.", "missing_required_parameter", "purpose")
     if purpose != "batch":
-        raise invalid("purpose", "files are kept for batches here: 'batch'")
+        raise invalid("purpose", "only files for batches are supported: 'batch'")
     if not isinstance(upload, UploadFile):
         raise ApiError(400, "Missing required parameter: 'file'.", "missing_required_parameter", "file")
     expires = _expires(form)

@@ -343,7 +343,9 @@ def truncate_prompts(
         return prompts, []
     limit = model_limit(model)
     if most == 0 or most > limit:
-        raise invalid("truncate_prompt_tokens", f"it is -1, or 1 to this model's context of {limit} tokens")
+        raise invalid(
+            "truncate_prompt_tokens", f"it must be -1, or 1 to this model's context of {limit} tokens"
+        )
     keep = most if most > 0 else limit - max(max_tokens or 1, 1)
     if keep < 1:
         raise invalid("truncate_prompt_tokens", "the requested output leaves no room for a prompt")

@@ -148,9 +148,9 @@ class GenerationFields(Struct, kw_only=True):
 
 class ImageUrl(Struct, kw_only=True):
     url: str
-    """`data:` URL with base64; an http or https URL where the server fetches pictures."""
+    """`data:` URL with base64; an http or https URL where the server fetches images."""
     detail: Literal["auto", "low", "high", "original"] | None = None
-    """`low`: a small picture without tiles."""
+    """`low`: a small image without tiles."""
 
 
 class ContentPart(Struct, kw_only=True):

@@ -79,7 +79,7 @@ async def sampling_params(
 def check_common(fields: GenerationFields, limits: LimitSettings) -> None:
     """Check the fields without a model. Raises ApiError 400."""
     if (fields.n or 1) > limits.choices:
-        raise invalid("n", f"at most {limits.choices} choices can be asked for")
+        raise invalid("n", f"at most {limits.choices} choices are allowed")
     if fields.stream_options is not None and not fields.stream:
         raise invalid("stream_options", "it is only allowed when 'stream' is true")
     check_alternatives("prompt_logprobs", fields.prompt_logprobs, 20)
@@ -93,7 +93,7 @@ def check_alternatives(name: str, wanted: int | None, most: int) -> None:
     if wanted == -1:
         raise invalid(
             name,
-            f"the whole vocabulary would be megabytes for a few words; ask for at most {most} alternatives",
+            f"the whole vocabulary is too large to send; ask for at most {most} alternatives",
         )
 
 
@@ -165,7 +165,7 @@ def _check_allowed(allowed: tuple[int, ...], min_tokens: int, stop_ids: tuple[in
     if not allowed:
         raise invalid("allowed_token_ids", "it must name at least one token")
     if min_tokens and set(allowed) <= set(stop_ids):
-        raise invalid("allowed_token_ids", "they only end the answer, which 'min_tokens' forbids")
+        raise invalid("allowed_token_ids", "they can only end the answer, which 'min_tokens' forbids")
 
 
 async def _bad_words(words: Collection[str], model: LoadedModel) -> tuple[tuple[int, ...], ...]:

@@ -140,7 +140,7 @@ async def add_grammar(
         return await _with_vocabulary(params, model), []
     param = answer.param if answer is not None else "tool_choice" if of_calls and of_calls.forced else "tools"
     if not params.stop_token_ids:
-        raise invalid(param, "this model has no token that ends an answer")
+        raise invalid(param, "this model has no end token")
     made: list[Grammar] = []
     followed = None if answer is None else answer.grammar
     if of_calls is not None:

@@ -103,7 +103,7 @@ def read_summary(at: str, packed: str) -> str:
             return base64.urlsafe_b64decode(packed.removeprefix(_PACKED)).decode()
     except ValueError:
         pass
-    raise invalid(f"{at}.encrypted_content", "it was not made by this server's /v1/responses/compact")
+    raise invalid(f"{at}.encrypted_content", "it was not created by this server's /v1/responses/compact")
 
 
 def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ def _text(at: str, content: str | list[ContentPartParam]) -> str:
         if part.type not in _TEXTS:
             raise ApiError(
                 400,
-                f"Content parts of type {part.type!r} are not supported: models read text, and pictures of "
+                f"Content parts of type {part.type!r} are not supported: models read text, and images of "
                 "users ('input_image').",
                 code="unsupported_content",
                 param=f"{at}[{number}].type",
@@ -135,7 +135,7 @@ def _text(at: str, content: str | list[ContentPartParam]) -> str:
 
 
 def _content(at: str, content: str | list[ContentPartParam]) -> str | list[dict[str, Any]]:
-    """Return text, or text and pictures as parts of a chat message."""
+    """Return text, or text and images as parts of a chat message."""
     if isinstance(content, str) or all(part.type != "input_image" for part in content):
         return _text(at, content)
     parts: list[dict[str, Any]] = []
@@ -145,7 +145,7 @@ def _content(at: str, content: str | list[ContentPartParam]) -> str | list[dict[
         elif part.image_url is None:
             raise ApiError(
                 400,
-                "A picture has an 'image_url': files of this server ('file_id') are not read.",
+                "An image needs an 'image_url': files of this server ('file_id') are not supported.",
                 code="unsupported_content",
                 param=f"{at}[{number}]",
             )
@@ -156,7 +156,7 @@ def _content(at: str, content: str | list[ContentPartParam]) -> str | list[dict[
 
 
 def _output(parts: list[ContentPartParam]) -> str:
-    """Return a tool's output as text. Pictures and files become a note to the model: an error would end an
+    """Return a tool's output as text. Images and files become a note to the model: an error would end an
     agent's session.
     """
     return "\n".join(

@@ -24,7 +24,7 @@ class ContentPartParam(Struct, kw_only=True):
     text: str | None = None
     refusal: str | None = None
     image_url: str | None = None
-    """Picture of an `input_image`: a `data:` URL with base64, or a URL that the server may fetch."""
+    """Image of an `input_image`: a `data:` URL with base64, or a URL that the server may fetch."""
     detail: str | None = None
 
 

@@ -137,8 +137,8 @@ def check_background(request: ResponseRequest) -> None:
     if request.background and not request.store:
         raise ApiError(
             400,
-            "The value of 'background' is not supported. It needs 'store': true: here nothing is stored"
-            " that was not asked for.",
+            "The value of 'background' is not supported. It needs 'store': true: nothing is stored"
+            " unless the request asks for it.",
             code="unsupported_parameter",
             param="background",
         )

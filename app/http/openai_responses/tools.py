@@ -113,8 +113,8 @@ class Toolbox:
         else:
             raise ApiError(
                 400,
-                f"Tools of type {kind!r} are not supported: here callers run tools, those of"
-                " type 'function', 'custom' and 'namespace'.",
+                f"Tools of type {kind!r} are not supported: only tools that the caller runs"
+                " are: types 'function', 'custom' and 'namespace'.",
                 code="unsupported_tool",
                 param=f"{at}.type",
             )

@@ -204,7 +204,8 @@ async def _chain(call: RequestContext, previous: str) -> list[dict[str, Any]]:
     if lost is not None:
         raise ApiError(
             400,
-            f"The end of the response {lost!r} was lost: nothing goes on from it. Send all items as 'input'.",
+            f"The end of the response {lost!r} was lost, so it cannot be continued. Send all items as "
+            "'input'.",
             "previous_response_lost",
             _PREVIOUS,
         )

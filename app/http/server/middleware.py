@@ -81,9 +81,9 @@ _IMAGE_ROUTES = frozenset(
         *("/v1/responses/input_tokens", "/api/chat", "/api/generate", "/tokenize", "/admin/api/chat"),
     }
 )
-"""Routes whose requests may have pictures."""
+"""Routes whose requests may have images."""
 _CONVERSATIONS = "/admin/api/conversations/"
-"""Prefix of routes that keep conversations of the panel's chat, with their pictures."""
+"""Prefix of routes that keep conversations of the panel's chat, with their images."""
 _UNTYPED_ROUTES = "/api/"
 """Prefix of Ollama's routes, whose clients and examples send no Content-Type. From a web page they need one,
 as all routes do.
@@ -358,7 +358,7 @@ def _unsupported(message: str) -> ApiError:
 
 def _too_large(limit: int) -> ApiError:
     message = (
-        f"The request body is too large: at most {limit:,} bytes are taken (limits.body_bytes, "
+        f"The request body is too large: at most {limit:,} bytes are allowed (limits.body_bytes, "
         "limits.image_body_bytes for chats, and limits.file_bytes for files)."
     )
     return ApiError(413, message, "request_too_large", None, error_type(413))

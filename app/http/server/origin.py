@@ -57,7 +57,7 @@ def check_host(hosts: HostList, scope: Any, values: list[bytes]) -> None:
     if len(values) != 1 or not hosts.allows(scope, values[0]):
         raise ApiError(
             421,
-            "This server does not answer for the request's Host. Names are added with server.allowed_hosts.",
+            "This server does not accept the request's Host header. Add the name to server.allowed_hosts.",
             "host_not_allowed",
         )
 

@@ -182,7 +182,7 @@ def _read_exactly(stdout: IO[bytes], size: int, deadline: float) -> bytes:
 
 def _cause_of_death(status: int, error: OSError) -> str:
     if status == -signal.SIGPROF or isinstance(error, TimeoutError):
-        return f"it takes more than {CPU_SECONDS:g} s of computing"
+        return f"it takes more than {CPU_SECONDS:g} s of CPU time"
     if status == -signal.SIGABRT:
         return "it takes too much memory"
     return "its process ended"

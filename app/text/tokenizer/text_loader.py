@@ -111,7 +111,7 @@ def _strip_steps(source: bytes) -> bytes:
     """Keep only the mapping of tokens and ids: no step that works on a text stays. Raises ValueError."""
     file = parse_json(source)
     if not isinstance(file, dict):
-        raise ValueError("it holds no JSON object")  # noqa: TRY004 - of a file, not of an argument
+        raise ValueError("it does not contain a JSON object")  # noqa: TRY004 - of a file, not of an argument
     return json.dumps({**file, "normalizer": None, "pre_tokenizer": None, "post_processor": None}).encode()
 
 
@@ -179,7 +179,7 @@ def _read_bytes(path: Path) -> bytes:
     except FileNotFoundError:
         raise ModelError(
             f"{path.name} is missing in the model's directory: there is no tokenizer to read text with. "
-            "Fetch the whole model again. tekken.json, tokenizer.model, or vocab.json and merges.txt do too."
+            "Download the model again. tekken.json, tokenizer.model, or vocab.json and merges.txt work too."
         ) from None
     except OSError as error:
         raise ModelError(f"{path.name} cannot be read: {error.strerror or error}") from None
@@ -195,7 +195,7 @@ def declared_ids(configs: Mapping[str, dict[str, Any]]) -> tuple[list[int], list
         declared = config.get("eos_token_id")
         listed = declared if isinstance(declared, list) else [] if declared is None else [declared]
         if len(listed) > MOST:
-            raise ModelError(f"{file}: eos_token_id lists {len(listed)} ids, at most {MOST} are taken")
+            raise ModelError(f"{file}: eos_token_id lists {len(listed)} ids, at most {MOST} are allowed")
         for value in listed:
             if type(value) is int and 0 <= value < 2**31:
                 ids.append(value)

@@ -174,8 +174,8 @@ class TextModel:
 def _no_tools(param: str) -> ApiError:
     return ApiError(
         400,
-        "This model cannot call tools: its chat template has no place for them, or a form that is not read "
-        "here. The forms that are stand under 'Output formats' in docs/api.md.",
+        "This model cannot call tools: its chat template has no place for them, or a format that is not "
+        "supported. docs/api.md lists the supported ones under 'Output formats'.",
         code="tools_not_supported",
         param=param,
     )

@@ -74,9 +74,9 @@ def build_source(folder: Path) -> bytes:
     except subprocess.TimeoutExpired:
         raise ModelError(f"{name} cannot be read: it takes too long") from None
     if done.returncode == -signal.SIGPROF:
-        raise ModelError(f"{name} cannot be read: it takes more than {_SECONDS:g} s of computing")
+        raise ModelError(f"{name} cannot be read: it takes more than {_SECONDS:g} s of CPU time")
     if done.returncode != 0 or not done.stdout:
-        raise ModelError(f"{name} cannot be read: its reader ended")
+        raise ModelError(f"{name} cannot be read: its reader crashed")
     if done.stdout.startswith(b"!"):
         raise ModelError(f"{name} cannot be read: {done.stdout[1:].decode('utf-8', 'replace')}")
     return done.stdout
@@ -95,7 +95,7 @@ def build(folder: Path) -> dict[str, Any]:
             return _from_merges(folder, config, added)
         case "vocab.txt":
             return _from_words(folder, config, added)
-    raise ValueError("there is no file to build a tokenizer from")
+    raise ValueError("there is no tokenizer file")
 
 
 # ---------------------------------------------------------------------- SentencePiece

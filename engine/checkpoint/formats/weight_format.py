@@ -249,13 +249,13 @@ def check_tensor(
     if entry.dtype not in tensor.dtypes:
         raise ModelError(
             f"{entry.file}: tensor {shown(name)} is {entry.dtype}, {form.label} weights have "
-            f"{' or '.join(tensor.dtypes)}: config and weights are not of the same model"
+            f"{' or '.join(tensor.dtypes)}: config and weights do not belong to the same model"
         )
     if has_size and tensor.shapes and entry.shape not in tensor.shapes:
         wanted = " or ".join(str(list(shape)) for shape in tensor.shapes)
         raise ModelError(
             f"{entry.file}: tensor {shown(name)} has shape {list(entry.shape)}, {form.label} weights need "
-            f"{wanted}: config and weights are not of the same model"
+            f"{wanted}: config and weights do not belong to the same model"
         )
 
 
@@ -279,7 +279,7 @@ def _refuse_others(form: WeightFormat, entries: Mapping[str, TensorEntry], known
             if main == name:
                 raise ModelError(
                     f"{entry.file}: tensor {shown(name)} is {entry.dtype}, {own.label} weights have "
-                    f"{' or '.join(own.main.dtypes)}: config and weights are not of the same model"
+                    f"{' or '.join(own.main.dtypes)}: config and weights do not belong to the same model"
                 )
             raise ModelError(
                 f"{entry.file}: tensor {shown(main)} is missing, to which {shown(name)} belongs; "

@@ -379,7 +379,7 @@ class GrammarCompiler:
         """Return the constraint of a request, None if it has none. Raises GrammarError."""
         grammar: GrammarState | None = None
         if params.needs_vocabulary and self._tokens is None:
-            raise GrammarError("The engine has not been sent what its tokens stand for.")
+            raise GrammarError("The engine has not received the vocabulary.")
         if params.grammar is not None:
             assert self._tokens is not None
             matcher = self._matcher(params.grammar, self._tokens)

@@ -1,8 +1,8 @@
 """Prefix cache: index from token prefixes to KV blocks, so that a known prompt is not computed again.
 
 The key of a full block is a chain hash: sha256 over the hash of the block before it (for the first, over the
-namespace and which of LongRoPE's factors are used), its own token ids, and the hashes of pictures that have
-rows in it. Equal hashes therefore mean equal tokens, pictures and factors from position 0 on: a prefix is
+namespace and which of LongRoPE's factors are used), its own token ids, and the hashes of images that have
+rows in it. Equal hashes therefore mean equal tokens, images and factors from position 0 on: a prefix is
 found by walking its hashes until one is missing.
 
 The cache indexes blocks and orders the unreferenced ones; `BlockPool` counts references. `PrefixHistory` has
@@ -42,7 +42,7 @@ def root_hash(request: Request) -> bytes:
 
 
 def picture_hashes(request: Request, start: int, block_size: int) -> bytes:
-    """Return content hashes and places of the pictures with rows in the block that begins at `start`."""
+    """Return content hashes and places of the images with rows in the block that begins at `start`."""
     images, found = request.images, b""
     for image in images[first_image(images, start) :]:
         if image.start >= start + block_size:
@@ -52,7 +52,7 @@ def picture_hashes(request: Request, start: int, block_size: int) -> bytes:
 
 
 def first_block_digest(request: Request, block_size: int) -> bytes:
-    """Return the hash of the first block's tokens and pictures without the namespace."""
+    """Return the hash of the first block's tokens and images without the namespace."""
     own = array("I", request.token_ids[:block_size]).tobytes()
     return sha256(own + picture_hashes(request, 0, block_size) if request.images else own).digest()
 

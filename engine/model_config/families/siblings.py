@@ -111,7 +111,7 @@ def ropes_by_theta(fields: Fields, head_dim: int, positions: int, layers: int) -
 
 
 def rope_of_texts(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return the RoPE of a model whose dimensions have the time, the row or the column of a picture as their
+    """Return the RoPE of a model whose dimensions have the time, the row or the column of an image as their
     position: all three are the same for texts.
     """
     return one_rope(without_sections(fields), head_dim, positions, layers)

@@ -1,1 +1,1 @@
-"""Vision part of a model as data: what its files say of its tower, and what a picture costs."""
+"""Vision part of a model as data: what its files say of its tower, and what an image costs."""

@@ -11,7 +11,7 @@ from ..fields import MAX_LAYERS, MAX_WIDTH, Fields, show
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 PositionTable = Literal["", "whole", "buckets", "bilinear", "antialiased", "axes", "places"]
 """Learned positions of patches: none; a row for each patch; a square of rows, of which each patch takes the
-one at its fraction of the picture, or a bilinear mean, or one with antialiasing; or a row for its column and
+one at its fraction of the image, or a bilinear mean, or one with antialiasing; or a row for its column and
 one for its row, from two tables, stored one after the other or side by side."""
 VisionRope = Literal["", "axial", "alternating"]
 """RoPE of rows and columns: none; the first half of the frequencies for rows; every other one."""
@@ -20,7 +20,7 @@ ProjectorKind = Literal[
     "gemma4", "gemma4_unified",
 ]  # fmt: skip
 ResizeKind = Literal["longest_edge", "tiles", "square", "pixels", "glm", "lfm2", "gemma4"]
-"""Rule for the size of a picture (`shape.py`)."""
+"""Rule for the size of an image (`shape.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class TowerConfig:
     head_dim: int
     patch_size: int
     frames: int = 1
-    """Frames of a patch: a picture is repeated as often."""
+    """Frames of a patch: an image is repeated as often."""
     channels_last: bool = False
     """True if the numbers of a patch are in the order row, column, color."""
     activation: VisionActivation
@@ -93,7 +93,7 @@ class TowerConfig:
     rope: VisionRope = ""
     rope_theta: float = 10000.0
     windows: int = 0
-    """Side of an attention window in merged patches; 0: all patches of a picture see each other."""
+    """Side of an attention window in merged patches; 0: all patches of an image see each other."""
     full_layers: tuple[int, ...] = ()
     """Layers without windows."""
     conv_layers: tuple[int, ...] = ()
@@ -143,47 +143,47 @@ class ImageProcessorConfig:
     longest: int = 0
     """Longest edge."""
     tile: int = 0
-    """Side of a tile, or of the whole picture."""
+    """Side of a tile, or of the whole image."""
     splits: bool = False
-    """True if large pictures are cut into tiles."""
+    """True if large images are cut into tiles."""
     least: int = 0
     most: int = 0
-    """Limits of the pixels of a picture."""
+    """Limits of the pixels of an image."""
     tile_counts: tuple[int, int] = (1, 1)
     """Least and most tiles."""
     thumbnail: bool = False
-    """True if the whole picture comes after its tiles."""
+    """True if the whole image comes after its tiles."""
     tolerance: float = 1.0
-    """Factor of `most` from which on a picture is cut into tiles; ratio of its edges for crops."""
+    """Factor of `most` from which on an image is cut into tiles; ratio of its edges for crops."""
     crop: int = 0
-    """Least edge of the crops that follow the whole picture (Gemma 3's pan and scan); 0: none follow."""
+    """Least edge of the crops that follow the whole image (Gemma 3's pan and scan); 0: none follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """Vision part of a model. `tower` and `processor` are for the modules of towers and pictures alone."""
+    """Vision part of a model. `tower` and `processor` are for the modules of towers and images alone."""
 
     family: str
     """Name of the family in docs and errors."""
     image_token_id: int
     """Token id of a row that takes an embedding of the tower."""
     placeholder: str
-    """Text that the chat template writes where a picture stands; `ImageLayout.text` replaces it."""
+    """Text that the chat template writes where an image stands; `ImageLayout.text` replaces it."""
     image_text: str
     """Text of `image_token_id`."""
     start: str = ""
     end: str = ""
-    """Texts before and after the image tokens of a picture, where the chat template does not write them."""
+    """Texts before and after the image tokens of an image, where the chat template does not write them."""
     hidden_size: int
     """Width of an embedding, that of the language model."""
     pad_id: int = 0
     """Token id that stands for such a row where layers have embeddings of their own."""
     mrope_section: tuple[int, ...] = ()
-    """Frequencies of time, height and width (M-RoPE); empty: rows of a picture have positions as text."""
+    """Frequencies of time, height and width (M-RoPE); empty: rows of an image have positions as text."""
     mrope_interleaved: bool = False
     """True if the frequencies of the three axes alternate, and do not follow each other."""
     is_bidirectional: bool = False
-    """True if the rows of a picture attend to each other in both directions."""
+    """True if the rows of an image attend to each other in both directions."""
     bidirectional_windows: bool = False
     """True if they do so in layers with a sliding window alone (Gemma 4)."""
     tower: TowerConfig
@@ -210,7 +210,7 @@ class VisionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLayout:
-    """Tiles, rows and text of a picture of a given size."""
+    """Tiles, rows and text of an image of a given size."""
 
     tiles: tuple[tuple[int, int], ...]
     """(height, width) of each tile in pixels, in the order in which the tower reads them."""
@@ -221,9 +221,9 @@ class ImageLayout:
     grid: tuple[int, int] = (0, 0)
     """Rows and columns of embeddings, for M-RoPE."""
     tile_grid: tuple[int, int] = (0, 0)
-    """Rows and columns of tiles; zeros: one tile has all of the picture."""
+    """Rows and columns of tiles; zeros: one tile has all of the image."""
     pictures: int = 1
-    """Number of equal shares of the tiles, each of which is a picture of its own to the engine."""
+    """Number of equal shares of the tiles, each of which is an image of its own to the engine."""
 
 
 CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
@@ -298,7 +298,7 @@ def sizes_of(
     if head_dim * num_heads != hidden:
         raise fields.error(f"{keys[0]} {hidden} is not a multiple of {keys[2]} {num_heads}")
     if fields.integer("num_channels", 3) != 3 or fields.integer("in_channels", 3) != 3:
-        raise fields.error("pictures of other than 3 colors are not supported")
+        raise fields.error("images without 3 color channels are not supported")
     return {
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size", inner, most=16 * MAX_WIDTH),
@@ -314,7 +314,7 @@ def rope_theta(fields: Fields, default: float = 10000.0) -> float:
     rope = Fields(fields.mapping("rope_parameters") or {}, fields.where)
     theta = rope.number("rope_theta", fields.number("rope_theta", default))
     if rope.text("rope_type", "axial") not in {"axial", "default"} or not 1.0 < theta <= 1e15:
-        raise fields.error(f"rope_parameters {show(dict(rope.raw))} are not supported for pictures")
+        raise fields.error(f"rope_parameters {show(dict(rope.raw))} are not supported for images")
     return theta
 
 

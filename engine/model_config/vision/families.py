@@ -1,4 +1,4 @@
-"""Families whose pictures are read, by the `model_type` of config.json, and the tensors that a vision tower
+"""Families whose images are read, by the `model_type` of config.json, and the tensors that a vision tower
 and its projector have.
 """
 
@@ -43,7 +43,7 @@ IMAGE_PROBLEM: Final = "llmbox_image_problem"
 
 
 def find_vision(directory: Path) -> tuple[VisionConfig | None, str]:
-    """Return the vision part of a model folder, or why pictures cannot be sent to it: its text works then as
+    """Return the vision part of a model folder, or why images cannot be sent to it: its text works then as
     ever.
 
     Raises ModelError, with the name of the tensor, for files that do not hold the tower of config.json.
@@ -76,7 +76,7 @@ def find_vision(directory: Path) -> tuple[VisionConfig | None, str]:
 
 
 def why_no_tower(model: Fields) -> str:
-    """Return why a model whose config.json has no tower reads no pictures."""
+    """Return why a model whose config.json has no tower cannot read images."""
     return model.text(IMAGE_PROBLEM, NO_TOWER)
 
 
@@ -153,7 +153,7 @@ def check_vision_tensors(
         if stored != shape:
             raise ModelError(
                 f"{entry.file}: tensor {shown(entry.name)} has shape {list(entry.shape)}, config.json asks "
-                f"for {list(shape)}: config and weights are not of the same model"
+                f"for {list(shape)}: config and weights do not belong to the same model"
             )
 
 

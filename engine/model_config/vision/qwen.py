@@ -68,7 +68,7 @@ def _qwen(
     least = rules.integer("min_pixels", least, most=MAX_PIXELS)
     most = rules.integer("max_pixels", most, most=MAX_PIXELS)
     if most < max(least, unit**2):
-        raise rules.error(f"at most {most} pixels a picture are fewer than {max(least, unit**2)}")
+        raise rules.error(f"at most {most} pixels an image are fewer than {max(least, unit**2)}")
     processor = ImageProcessorConfig(
         kind="glm" if tower.projector == "glm_ocr" else "pixels",
         unit=unit,

@@ -1,7 +1,7 @@
-"""Sizes of pictures, what an image processor makes of one of W x H pixels: its tiles, rows and text; and the
+"""Sizes of images, what an image processor makes of one of W x H pixels: its tiles, rows and text; and the
 sizes of a vision tower for the memory plan.
 
-The rules of pictures are those of the processors in transformers, so that a model sees what it was
+The rules of images are those of the processors in transformers, so that a model sees what it was
 trained with.
 """
 
@@ -13,19 +13,19 @@ from .config import ImageLayout, ImageProcessorConfig, VisionConfig
 LARGEST_EDGE = 4096
 """Longest edge of Idefics3's first resize."""
 MOST_RATIO = 200
-"""Ratio of the edges from which on Qwen's and GLM's processors refuse a picture."""
+"""Ratio of the edges from which on Qwen's and GLM's processors refuse an image."""
 
 
 LOW_DETAIL = 512
-"""Edge of a picture with `"detail": "low"`, in pixels, where its processor does not fix one."""
+"""Edge of an image with `"detail": "low"`, in pixels, where its processor does not fix one."""
 
 
 class ImageSizeError(ValueError):
-    """Picture of a size that a model's image processor does not take."""
+    """Image of a size that a model's image processor does not take."""
 
 
 def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: bool = False) -> ImageLayout:
-    """Return tiles, rows and text of a picture of this size, in pixels after its EXIF turn.
+    """Return tiles, rows and text of an image of this size, in pixels after its EXIF turn.
 
     `low_detail`: without tiles, and of about `LOW_DETAIL` x `LOW_DETAIL` pixels where sizes vary. Raises
     ImageSizeError.
@@ -33,7 +33,7 @@ def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: 
     if low_detail:
         vision = replace(vision, processor=with_low_detail(vision.processor))
     if width < 1 or height < 1:
-        raise ImageSizeError(f"a picture of {width} x {height} pixels has none")
+        raise ImageSizeError(f"an image of {width} x {height} pixels has none")
     processor, side = vision.processor, vision.processor.unit
     if processor.kind == "tiles":
         return _idefics3_layout(vision, *tiles_of(processor, width, height)[1:])
@@ -53,7 +53,7 @@ def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: 
 
 
 def with_low_detail(processor: ImageProcessorConfig) -> ImageProcessorConfig:
-    """Return the rules for a picture with `"detail": "low"`."""
+    """Return the rules for an image with `"detail": "low"`."""
     most = processor.most
     if most:
         most = min(most, max(processor.least, LOW_DETAIL**2, processor.unit**2))
@@ -64,7 +64,7 @@ def with_low_detail(processor: ImageProcessorConfig) -> ImageProcessorConfig:
 
 
 def resized(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
-    """Return (height, width) of the whole picture after its resize. Raises ImageSizeError."""
+    """Return (height, width) of the whole image after its resize. Raises ImageSizeError."""
     match processor.kind:
         case "square":
             return processor.tile, processor.tile
@@ -97,7 +97,7 @@ def crops_of(processor: ImageProcessorConfig, width: int, height: int) -> tuple[
 def _crops_layout(
     text: str, size: tuple[int, int], grid: tuple[int, int], crops: tuple[int, int]
 ) -> ImageLayout:
-    """Return the layout of a whole picture and its crops, each of `size` and with this text."""
+    """Return the layout of a whole image and its crops, each of `size` and with this text."""
     count = crops[0] * crops[1]
     each = " ".join([text] * count)
     return ImageLayout(
@@ -117,7 +117,7 @@ def _longest_edge_size(processor: ImageProcessorConfig, width: int, height: int)
         height, width = math.floor(height / ratio), math.floor(width / ratio)
     if not width or not height:
         raise ImageSizeError(
-            "the picture is too thin: nothing is left of its shorter edge once the longer one has "
+            "the image is too thin: nothing is left of its shorter edge once the longer one has "
             f"{processor.longest} pixels; cut it into pieces"
         )
     unit = processor.unit
@@ -127,7 +127,7 @@ def _longest_edge_size(processor: ImageProcessorConfig, width: int, height: int)
 def _refuse_ratio(width: int, height: int) -> None:
     if max(height, width) / min(height, width) > MOST_RATIO:
         raise ImageSizeError(
-            f"a picture of {width} x {height} pixels is too long: this model takes at most {MOST_RATIO} "
+            f"an image of {width} x {height} pixels is too long: this model takes at most {MOST_RATIO} "
             "times as many pixels along one edge as along the other; cut it into pieces"
         )
 
@@ -151,7 +151,7 @@ def _limited_size(
 
 
 def _glm_size(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
-    """Enlarge to one unit first; a picture counts as two frames (GLM)."""
+    """Enlarge to one unit first; an image counts as two frames (GLM)."""
     unit = processor.unit
     if height < unit or width < unit:
         scale = max(unit / height, unit / width)
@@ -177,7 +177,7 @@ def _gemma4_size(processor: ImageProcessorConfig, width: int, height: int) -> tu
 def tiles_of(
     processor: ImageProcessorConfig, width: int, height: int
 ) -> tuple[list[tuple[int, int]], int, int]:
-    """Return Idefics3's two sizes (height, width) of the whole picture, one after the other, and its rows and
+    """Return Idefics3's two sizes (height, width) of the whole image, one after the other, and its rows and
     columns of tiles; none where one tile has all of it.
     """
     ratio = width / height
@@ -228,7 +228,7 @@ def _idefics3_layout(vision: VisionConfig, rows: int, columns: int) -> ImageLayo
 
 
 def lfm2_tiles(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
-    """Return rows and columns of tiles of LFM2-VL; zeros where the picture is not cut."""
+    """Return rows and columns of tiles of LFM2-VL; zeros where the image is not cut."""
     unit, (least, most) = processor.unit, processor.tile_counts
     # The lower limit is half a unit, which is one patch.
     sides = [max(processor.unit // 2, round(edge / unit) * unit) for edge in (height, width)]
@@ -281,16 +281,16 @@ def _lfm2_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
 
 
 PICTURE_ROWS = 4096
-"""Rows of the largest picture that memory is planned for; larger ones take more while they are encoded."""
+"""Rows of the largest image that memory is planned for; larger ones take more while they are encoded."""
 SLICE_PATCHES = 2048
 """Patches whose linears a tower computes at once: their inner rows bound memory."""
 USUAL_SIDE = 1024
-"""Side of the picture whose tokens are shown, in pixels."""
+"""Side of the image whose tokens are shown, in pixels."""
 KEPT_PICTURE_ROWS = 4096
 """Rows whose embeddings are kept."""
 
 NO_TOWER = "it is a language model without a vision tower"
-"""Reason why a model of texts reads no pictures."""
+"""Reason why a model of texts cannot read images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,11 +305,11 @@ class VisionShape:
     """Numbers of a layer's activations for each row: input and result, queries, keys and values, and a copy
     of the latter two; or what a convolution has of the row in float32."""
     slice_numbers: int
-    """Numbers of a layer's activations that do not grow with the picture: norms and inner rows of a slice."""
+    """Numbers of a layer's activations that do not grow with the image: norms and inner rows of a slice."""
     whole_rows: int = 0
-    """Most rows of a picture where a step computes all of one, beyond its budget if need be; 0 otherwise."""
+    """Most rows of an image where a step computes all of one, beyond its budget if need be; 0 otherwise."""
     usual_rows: int = 0
-    """Rows of a picture of `USUAL_SIDE` x `USUAL_SIDE` pixels."""
+    """Rows of an image of `USUAL_SIDE` x `USUAL_SIDE` pixels."""
 
     def share(self, ranks: int) -> "VisionShape":
         """Return what each of the ranks in one memory counts of the tower, which the first of them has."""

@@ -1,4 +1,4 @@
-"""Families whose towers are SigLIP's or Pixtral's: pictures are cut into tiles, or pooled."""
+"""Families whose towers are SigLIP's or Pixtral's: images are cut into tiles, or pooled."""
 
 from dataclasses import replace
 from typing import Any, Final

@@ -365,7 +365,7 @@ async def test_an_evicted_model_says_why_where_requests_load_nothing(tmp_path: P
         with pytest.raises(ApiError) as refused:
             await house.residency.find("a")
         assert (refused.value.status, refused.value.code) == (503, "model_evicted")
-        assert "a left memory to make room for c" in refused.value.message
+        assert "a was evicted to make room for c" in refused.value.message
         await house.engines.unload("b")
         house.residency.keep(await house.engines.load(house.config("a")), ttl=None)
         assert (await house.residency.find("a")).name == "a"

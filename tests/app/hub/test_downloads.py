@@ -470,7 +470,11 @@ async def test_a_changed_etag_is_not_taken(place: Place, hub: StubHub):
         (lambda repo: setattr(repo, "token", "other"), "repo_not_found", "private"),
         (lambda repo: repo.files.pop("config.json"), "no_weights", "config.json"),
         (lambda repo: repo.files.pop("model.safetensors"), "no_weights", "pickle"),
-        (lambda repo: repo.files.update({"config.json": b"[]"}), "unsupported_model", "no JSON object"),
+        (
+            lambda repo: repo.files.update({"config.json": b"[]"}),
+            "unsupported_model",
+            "does not contain a JSON object",
+        ),
     ],
 )
 async def test_what_cannot_be_had_is_said(place: Place, hub: StubHub, prepare: Any, code: str, words: str):

@@ -137,7 +137,7 @@ async def test_one_quantization_is_deleted_and_the_last_one_takes_the_rest(
     names, environ = NameLookup(gguf_home=tmp_path / "gguf"), {"HF_HUB_CACHE": str(cache)}
     for wanted in ("Q8_0", "Q4_K_M"):
         assert await pull(hub, cache, f"{REPO}:{wanted}") is None
-    with pytest.raises(CliError, match="not among the models"):
+    with pytest.raises(CliError, match="not a model on this disk"):
         find_removable(f"{REPO}:Q3_K_S", environ, names)
     eight, four = (find_removable(f"{REPO}:{wanted}", environ, names) for wanted in ("q8_0", "Q4_K_M"))
     size = sum(len(data) for name, data in files.items() if "Q8_0" in name)

@@ -157,5 +157,5 @@ def test_a_server_that_never_answers_ends_with_the_time_limit():
         await asyncio.sleep(60)
         return []
 
-    with pytest.raises(FetchError, match=r"no whole picture in time \(0\.05 s\)"):
+    with pytest.raises(FetchError, match=r"did not give a complete image in time \(0\.05 s\)"):
         asyncio.run(fetch_image("http://pictures.example/", 1000, never, seconds=0.05))

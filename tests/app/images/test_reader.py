@@ -77,7 +77,7 @@ async def test_requests_that_are_prepared_count_for_the_memory_of_open_pictures(
     async with asyncio.timeout(60):
         first = asyncio.create_task(prepare())
         await decoded.wait()
-        with pytest.raises(ApiError, match="pictures of open requests") as refused:
+        with pytest.raises(ApiError, match="images of open requests") as refused:
             await asyncio.create_task(read(images, b"second", reader.ImageLease(images)))
         assert refused.value.status == 429
         is_over.set()

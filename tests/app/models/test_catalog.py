@@ -165,7 +165,7 @@ def test_a_damaged_gguf_file_is_refused_by_its_name(
         resolve(text, environ, names)
     assert str(file) in caught.value.why
     file.write_bytes(b"GIF89a")
-    with pytest.raises(CliError, match=f"{file} is no GGUF file"):
+    with pytest.raises(CliError, match=f"{file} is not a GGUF file"):
         resolve(text, environ, names)
 
 
@@ -174,7 +174,7 @@ def test_other_files_are_no_folders_either(tmp_path: Path, environ: dict[str, st
     file.write_bytes(b"")
     with pytest.raises(CliError) as caught:
         resolve(str(file), environ)
-    assert caught.value.what == f"{file} is no directory"
+    assert caught.value.what == f"{file} is not a directory"
     assert str(tmp_path) in caught.value.fix
 
 
@@ -193,4 +193,4 @@ def test_a_config_that_is_no_file_is_said(tmp_path: Path, environ: dict[str, str
     make_odd(tmp_path / "config.json", kind)
     with no_hanging(), pytest.raises(CliError) as caught:
         resolve(str(tmp_path), environ)
-    assert caught.value.why == "config.json is no regular file"
+    assert caught.value.why == "config.json is not a regular file"

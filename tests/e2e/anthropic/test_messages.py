@@ -184,7 +184,7 @@ def test_results_of_tools_go_back(http):
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]},
             400,
             "invalid_request_error",
-            "a picture has",
+            "an image has",
         ),
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "'stop_sequences'"),
         ({"messages": [{"role": "user", "content": "x" * 32_000_001}]}, 413, "request_too_large", "large"),

@@ -38,14 +38,14 @@ def test_rounded_weights_and_a_folder_that_is_there(box: Box) -> None:
     assert 0 < done.json["relative"] < 0.01
     again = box.run("import", blob, "--out", out)
     assert again.code == Exit.FAILED
-    assert "is there already" in again.err
+    assert "exists already" in again.err
 
 
 def test_what_is_no_gguf_or_has_a_strange_tokenizer(box: Box) -> None:
     source = make_tiny_model(box.folder / "source")
     wrong = box.run("import", source / "model.safetensors")
     assert wrong.code == Exit.FAILED
-    assert "is no GGUF file" in wrong.err
+    assert "is not a GGUF file" in wrong.err
     file = write_gguf(source, box.folder / "tiny.gguf")
     file.write_bytes(file.read_bytes().replace(b"gpt-2", b"gpt-9"))
     strange, out = box.run("import", file, "--out", box.folder / "made"), box.folder / "made"
@@ -79,7 +79,7 @@ def test_a_file_is_served_as_it_is_by_path_and_adopted(box: Box) -> None:
     assert refused.code == Exit.FAILED
     assert "broken.gguf cannot be served" in refused.err
     (folder / "no.gguf").write_bytes(b"nothing")
-    assert "is no GGUF file" in box.run("fit", folder / "no.gguf").err
+    assert "is not a GGUF file" in box.run("fit", folder / "no.gguf").err
 
 
 def test_ollama_s_store_is_adopted_in_place(box: Box) -> None:

@@ -124,7 +124,7 @@ def test_models_and_version(http):
             "/api/chat",
             {"messages": [{"role": "user", "content": "x", "images": ["a"]}]},
             400,
-            "reads no pictures",
+            "cannot read images",
         ),
         ("/api/chat", {"messages": [{"role": "user", "content": "x" * 1500}]}, 400, "context"),
         ("/api/chat", {"options": {"mirostat": 2}}, 400, "options.mirostat"),

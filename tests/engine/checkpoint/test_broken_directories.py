@@ -73,7 +73,7 @@ def test_a_truncated_file(model: Path, keep: int) -> None:
     (model / FILE).write_bytes(raw[:keep])
     message = refused(model)
     assert FILE in message
-    assert "fetch it again" in message
+    assert "download it again" in message
 
 
 def test_a_missing_tensor(model: Path) -> None:

@@ -79,7 +79,7 @@ def test_memory_in_use_sees_a_tensor():
 
 def test_torch_kernels_do_not_promise_it(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMBOX_KERNELS", "reference")
-    with pytest.raises(DeviceError, match="deterministic was asked for"):
+    with pytest.raises(DeviceError, match="deterministic was requested"):
         load(make_tiny_model(tmp_path), deterministic=True)
 
 

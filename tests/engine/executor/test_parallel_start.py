@@ -88,7 +88,8 @@ def test_what_nccl_says_is_told_in_one_line_with_what_to_do(two_gpus):
         connect()
     told = str(failed.value)
     assert told.startswith(
-        "rank 1 cannot meet the others over nccl: unhandled system error Last error: no /dev/shm. NCCL_DEBUG"
+        "rank 1 cannot connect to the other ranks over nccl: unhandled system error Last error: no /dev/shm. "
+        "NCCL_DEBUG"
     )
     assert "--shm-size" in told
 

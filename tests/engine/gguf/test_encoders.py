@@ -359,7 +359,7 @@ def test_a_decoder_for_embeddings_pools_as_its_file_says(tmp_path: Path, kind: s
             "qwen3",
             3,
             None,
-            "'cls.output.weight' has shape [3, 64], what the file says of the model wants [1, 64]",
+            "'cls.output.weight' has shape [3, 64], the file's metadata require [1, 64]",
         ),
         ("qwen3", 2, ["yes"], "'cls.output.weight' has shape [2, 64]"),
         ("qwen3", 2, ["good", "bad"], "qwen3.classifier.output_labels must be yes and no, or one label"),

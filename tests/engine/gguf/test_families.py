@@ -194,7 +194,7 @@ SHORT = dict.fromkeys(("llama.embedding_length", "llama.context_length", "llama.
 @pytest.mark.parametrize(
     ("arch", "keys", "tensor", "why"),
     [
-        ("t5", {}, "token_embd.weight", "architecture 't5' cannot be read from GGUF; readable: llama"),
+        ("t5", {}, "token_embd.weight", "architecture 't5' in GGUF is not supported; supported: llama"),
         (
             "jina-bert-v3",
             {"general.type": "adapter"},

@@ -164,7 +164,7 @@ def test_a_file_that_does_not_fit_leaves_the_text_and_is_refused_by_name(
     cases = {
         "ends beyond the file": whole[:-100],
         "its header is cut short": whole[:200],
-        "is no GGUF file": b"GIF89a",
+        "is not a GGUF file": b"GIF89a",
         "mm.2.bias' is missing": missing,
         "v.blk.1.ln1.bias' has shape [7]": shape,
         "projector 'qwen9vl_merger' is not supported": whole.replace(b"qwen3vl_merger", b"qwen9vl_merger"),

@@ -92,14 +92,14 @@ def test_no_such_file_and_no_such_format(tmp_path: Path) -> None:
         read_gguf(tmp_path / "none.gguf")
     other = tmp_path / "other.gguf"
     other.write_bytes(b"PK\x03\x04" + bytes(100))
-    with pytest.raises(ModelError, match="no GGUF file"):
+    with pytest.raises(ModelError, match="not a GGUF file"):
         read_gguf(other)
     assert not is_gguf(other)
     assert not is_gguf(tmp_path)
     cases = {
-        struct.pack("<III", 1, 0, 0): "is of version 1 of GGUF .* take a newer file",
+        struct.pack("<III", 1, 0, 0): "has version 1 of GGUF .* use a newer file",
         struct.pack("<IQQ", 4, 0, 0): "version 4 cannot be read, only 2 and 3",
-        struct.pack(">IQQ", 3, 0, 0): "is big-endian, .* take a little-endian file",
+        struct.pack(">IQQ", 3, 0, 0): "is big-endian, .* use a little-endian file",
     }
     for header, why in cases.items():
         other.write_bytes(b"GGUF" + header)
@@ -115,7 +115,7 @@ def test_a_format_that_is_not_known_here(file: Path, tmp_path: Path) -> None:
     broken.write_bytes(raw[:at] + struct.pack("<I", 41) + raw[at + 4 :])
     with pytest.raises(
         ModelError,
-        match=r"tensor 'blk.0.attn_q.weight' is Q1_0, which cannot be read; readable: F32, .*take another",
+        match=r"tensor 'blk.0.attn_q.weight' is Q1_0, which cannot be read; readable: F32, .*use another",
     ):
         read_gguf(broken)
 

@@ -264,7 +264,7 @@ def test_an_explicit_context_is_refused_with_what_would_fit():
 
 
 def test_a_context_beyond_the_model_is_refused():
-    with pytest.raises(DoesNotFit, match="8193 tokens asked, the model was made for 8192"):
+    with pytest.raises(DoesNotFit, match="8193 tokens requested, but the model's limit is 8192"):
         plan(LLAMA_3_8B, 80 * GB, "cuda", context=8193)
 
 
@@ -424,7 +424,7 @@ def test_a_pool_of_asked_size_bounds_context_and_blocks():
     got = plan(QWEN_3_600M, 64 * GB, kv_tokens=1000)
     assert got.num_blocks == 63
     assert got.context == 1000
-    with pytest.raises(DoesNotFit, match="KV pool holds 1000"):
+    with pytest.raises(DoesNotFit, match="KV cache holds 1000"):
         plan(QWEN_3_600M, 64 * GB, kv_tokens=1000, context=1001)
 
 

@@ -149,7 +149,7 @@ def test_a_place_that_was_chosen_is_taken(gpus, cut):
     (plan,) = plans(QWEN3_32B, budget(8, 140 * GB, range(8)), replace(CONFIG, gpus=gpus))
     assert (plan.gpus, (plan.tp, plan.pp)) == (gpus, cut)
     assert "as asked" not in " ".join(plan.notes)
-    with pytest.raises(ParallelError, match="was chosen, 1 can be seen"):
+    with pytest.raises(ParallelError, match="were chosen, but the number of visible GPUs is 1"):
         plans(QWEN3_32B, budget(1, 140 * GB), replace(CONFIG, gpus=(5,)))
 
 

@@ -140,7 +140,7 @@ def test_what_cannot_be_merged_leaves_nothing(tmp_path: Path) -> None:
     good = write_adapter(tmp_path / "good", plain_tensors())
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    with pytest.raises(ModelError, match=r"is there already"):
+    with pytest.raises(ModelError, match=r"exists already"):
         merged(base, good, tmp_path / "taken")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "good", "other", "taken", "unknown"]
 

@@ -221,7 +221,7 @@ def test_fit_plans_it_on_a_gpu(pairs: dict[str, Pair], kind: str, monkeypatch: p
     assert graphs < both.workspace_bytes - alone.workspace_bytes < graphs + CUDA_CONTEXT
     require_runnable(RunnablePlan.of(both, target), site, config)
     what = "a draft head" if pair.head else "the MTP layer"
-    with pytest.raises(DeviceError, match=rf"{what} was asked for, but the kernels.*--deterministic"):
+    with pytest.raises(DeviceError, match=rf"{what} was requested, but the kernels.*--deterministic"):
         require_runnable(RunnablePlan.of(both, target), site, replace(config, deterministic=False))
 
 

@@ -242,5 +242,5 @@ def test_fit_plans_it_on_a_gpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     graphs = graphs_reserve(len(capture_sizes(both.max_running)))
     assert graphs < both.workspace_bytes - alone.workspace_bytes < graphs + CUDA_CONTEXT
     require_runnable(RunnablePlan.of(both, target), site, config)
-    with pytest.raises(DeviceError, match=r"a draft model was asked for, but the kernels.*--deterministic"):
+    with pytest.raises(DeviceError, match=r"a draft model was requested, but the kernels.*--deterministic"):
         require_runnable(RunnablePlan.of(both, target), site, replace(config, deterministic=False))

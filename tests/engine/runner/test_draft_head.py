@@ -338,9 +338,9 @@ def test_a_head_of_another_model_is_refused(
     [
         (
             {"mtp": "on", "tp": 2},
-            "the MTP layer was asked for, but the model runs on 2 ranks.*without --draft",
+            "the MTP layer was requested, but the model runs on 2 ranks.*without --draft",
         ),
-        ({"mtp": "on", "speculate": "off"}, "the MTP layer was asked for with --speculate off"),
+        ({"mtp": "on", "speculate": "off"}, "the MTP layer cannot be combined with --speculate off"),
     ],
 )
 def test_where_it_cannot_run_loading_is_refused(

@@ -209,8 +209,8 @@ def test_a_draft_without_a_token_proposes_none(model, near):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"tp": 2}, "a draft model was asked for, but the model runs on 2 ranks.*without --draft"),
-        ({"speculate": "off"}, "a draft model was asked for with --speculate off"),
+        ({"tp": 2}, "a draft model was requested, but the model runs on 2 ranks.*without --draft"),
+        ({"speculate": "off"}, "a draft model cannot be combined with --speculate off"),
     ],
 )
 def test_where_it_cannot_run_loading_is_refused(model, options, reason):

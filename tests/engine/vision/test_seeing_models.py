@@ -92,7 +92,7 @@ def test_a_model_without_chunks_says_why_it_reads_no_pictures(
     assert reason in engine.info.image_problem
     refusal = run(engine, [seeing(tmp_path)])["a"][0]
     assert refusal.error_code == "invalid_request"
-    assert "reads no pictures" in refusal.error_message
+    assert "cannot read images" in refusal.error_message
 
 
 def test_the_plan_counts_the_tower_and_the_cache_of_pictures(tmp_path: Path) -> None:

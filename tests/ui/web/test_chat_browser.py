@@ -277,7 +277,7 @@ def test_a_picture_is_made_small_kept_and_sent_to_models_that_see(window: Window
     until(lambda: len(sent) == 2)
     assert sent[1]["messages"][-1]["content"] == "What is it?"
     page.locator("#files").set_input_files([picture])
-    page.get_by_text("photo.png: tiny reads no pictures").wait_for()
+    page.get_by_text("photo.png: tiny cannot read images").wait_for()
     page.reload()
     page.locator("#conversations button").first.click()
     shown = page.get_by_alt_text("Attached picture 1")

@@ -139,7 +139,7 @@ def _add(
             del control.library.adapter_fetches[name]
     if not source.startswith(("/", "~")):
         raise CliError(
-            f"{source[:200]!r} is no adapter",
+            f"{source[:200]!r} is not an adapter",
             "it is neither a name of the hub, such as org/name, nor the absolute path of a folder",
             "",
             Exit.USAGE,

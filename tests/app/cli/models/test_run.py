@@ -107,7 +107,7 @@ def test_files_that_are_no_pictures_are_refused_by_name(tmp_path: Path) -> None:
     with large.open("wb") as file:
         file.truncate(FILE_BYTES + 1)
     for path, why in (
-        (text, "no PNG, JPEG, WebP or GIF"),
+        (text, "not a PNG, JPEG, WebP or GIF"),
         (large, "more than 24 MiB"),
         (tmp_path, "directory"),
         (tmp_path / "none.png", "does not exist"),

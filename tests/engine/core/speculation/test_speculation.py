@@ -225,7 +225,7 @@ def test_ranks_verify_drafts_as_one_process_does(tmp_path, arch, ranks):
 
 
 def test_ranks_refuse_draft_models(model):
-    with pytest.raises(DeviceError, match="a draft model was asked for, but the model runs on 2 ranks"):
+    with pytest.raises(DeviceError, match="a draft model was requested, but the model runs on 2 ranks"):
         load(model, tp=2, draft_path=str(model))
 
 
@@ -237,7 +237,7 @@ def test_ranks_refuse_draft_models(model):
 def test_asked_for_where_it_cannot_be_is_refused(model, options, reason, monkeypatch):
     if not options:
         monkeypatch.setenv("LLMBOX_KERNELS", "reference")
-    with pytest.raises(DeviceError, match=f"speculate was asked for.*{reason}.*--speculate auto"):
+    with pytest.raises(DeviceError, match=f"speculate was requested.*{reason}.*--speculate auto"):
         load(model, speculate="on", **options)
 
 

@@ -337,7 +337,7 @@ const call = page && caller(page.dataset.csrf);
 const store = page && new Store(call);
 const settings = page && new Settings(page, call, report);
 const tools = page && new Tools(call, report);
-const blind = () => (canSee(find("model").value) ? "" : `${find("model").value} reads no pictures`);
+const blind = () => (canSee(find("model").value) ? "" : `${find("model").value} cannot read images`);
 const attachments = page && new Attachments(page.dataset.csrf, blind);
 const prices = page && JSON.parse(page.dataset.prices);
 
