@@ -38,6 +38,7 @@ PIXTRAL: dict[str, Any] = {
     "image_size": 96,
 }
 SIGLIP = PIXTRAL | {"patch_size": 8, "image_size": 48, "num_patches": 36}
+INTERN_VIT = PIXTRAL | {"patch_size": [8, 8], "image_size": [48, 48]}
 QWEN: dict[str, Any] = {
     "hidden_size": 48,
     "out_hidden_size": 64,
@@ -47,6 +48,7 @@ QWEN: dict[str, Any] = {
     "patch_size": 6,
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+HALF_MROPE = MROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
 DELTA: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
@@ -289,7 +291,40 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "size": {"shortest_edge": 500, "longest_edge": 12000},
         },
     ),
+    "glm4v": (
+        "Glm4vForConditionalGeneration",
+        {
+            "text_config": TEXT | {"rope_parameters": HALF_MROPE},
+            "vision_config": QWEN | {"image_size": 42, "attention_bias": True},
+            "image_token_id": 10,
+        },
+        {
+            "image_processor_type": "Glm4vImageProcessor",
+            "patch_size": 6,
+            "size": {"shortest_edge": 500, "longest_edge": 12000},
+        },
+    ),
+    "internvl": (
+        "InternVLForConditionalGeneration",
+        {
+            "text_config": TEXT | {"model_type": "qwen3"},
+            "vision_config": INTERN_VIT | {"attention_bias": True},
+            "image_token_id": 10,
+            "tie_word_embeddings": False,
+        },
+        {
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 48, "width": 48},
+            "max_patches": 6,
+        },
+    ),
 }
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MODELS["glm4v_moe"] = (
+    "Glm4vMoeForConditionalGeneration",
+    MODELS["glm4v"][1] | {"text_config": TEXT | _EXPERTS | {"rope_parameters": HALF_MROPE}},
+    MODELS["glm4v"][2],
+)
 """Class in transformers, values of its config, and preprocessor_config.json."""
 
 
@@ -353,8 +388,9 @@ def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image
         return _unified_inputs(vision, pictures)
     if vision.processor.kind != "lfm2":
         nested = [pictures] if vision.processor.kind == "tiles" else pictures
-        inputs = AutoImageProcessor.from_pretrained(directory)(images=nested, return_tensors="pt")
-        counts = {"rows", "cols", "num_crops", "num_soft_tokens_per_image"}
+        options = {"crop_to_patches": True} if vision.processor.kind == "canvas" else {}
+        inputs = AutoImageProcessor.from_pretrained(directory)(images=nested, return_tensors="pt", **options)
+        counts = {"rows", "cols", "num_crops", "num_soft_tokens_per_image", "num_patches"}
         return {key: value for key, value in inputs.items() if key not in counts}
     side, tiles, shapes = vision.tower.patch_size, [], []
     for picture in pictures:

@@ -9,17 +9,17 @@ from typing import Any, Final, Literal, get_args
 from ..fields import MAX_LAYERS, MAX_WIDTH, Fields, show
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
-PositionTable = Literal["", "whole", "buckets", "bilinear", "antialiased", "axes", "places"]
+PositionTable = Literal["", "whole", "buckets", "bilinear", "bicubic", "antialiased", "axes", "places"]
 """Learned positions of patches: none; a row for each patch; a square of rows, of which each patch takes the
-one at its fraction of the picture, or a bilinear mean, or one with antialiasing; or a row for its column and
-one for its row, from two tables, stored one after the other or side by side."""
+one at its fraction of the picture, or a bilinear or bicubic mean, or one with antialiasing; or a row for its
+column and one for its row, from two tables, stored one after the other or side by side."""
 VisionRope = Literal["", "axial", "alternating"]
 """RoPE of rows and columns: none; the first half of the frequencies for rows; every other one."""
 ProjectorKind = Literal[
-    "mistral3", "llava", "pixel_shuffle", "gemma3", "lfm2_vl", "merger", "lfm3_vl", "glm_ocr",
+    "mistral3", "llava", "pixel_shuffle", "pixel_shuffle_mlp", "gemma3", "merger", "lfm3_vl", "glm",
     "gemma4", "gemma4_unified",
 ]  # fmt: skip
-ResizeKind = Literal["longest_edge", "tiles", "square", "pixels", "glm", "lfm2", "gemma4"]
+ResizeKind = Literal["longest_edge", "tiles", "canvas", "square", "pixels", "glm", "lfm2", "gemma4"]
 """Rule for the size of a picture (`shape.py`)."""
 
 
@@ -35,7 +35,12 @@ class TowerNames:
     patch_norm: str = ""
     embedded_norm: str = ""
     """Norms before and after `patch`, where there are such."""
+    class_embedding: str = ""
+    """Embedding of a row before the patches, which the projector leaves out (CLS); its position is the first
+    of the table.
+    """
     table: str = ""
+    """Whole name of the learned positions."""
     pre_norm: str = ""
     post_norm: str = ""
     norm1: str = "norm1"
@@ -43,6 +48,9 @@ class TowerNames:
     after_attention: str = ""
     after_mlp: str = ""
     """Norms of the results of attention and MLP, where there are such."""
+    attention_scale: str = ""
+    mlp_scale: str = ""
+    """Factors of the results of attention and MLP (LayerScale), where there are such."""
     query: str = "attn.q"
     key: str = "attn.k"
     value: str = "attn.v"
@@ -84,6 +92,10 @@ class TowerConfig:
     is_rms: bool = False
     """True for RMS norms, False for LayerNorms with biases."""
     attention_bias: bool = True
+    output_bias: bool | None = None
+    """Bias of the linear after attention; None: as `attention_bias`."""
+    wide_norms: bool = False
+    """True if queries and keys are normalized over all heads together, not each by itself."""
     mlp_bias: bool = True
     patch_bias: bool = True
     scales_queries: bool = True
@@ -119,7 +131,11 @@ class TowerConfig:
     @property
     def by_merge(self) -> bool:
         """True if patches that are merged stand next to each other."""
-        return self.projector in {"merger", "lfm3_vl", "glm_ocr"}
+        return self.projector in {"merger", "lfm3_vl", "glm"}
+
+    @property
+    def has_output_bias(self) -> bool:
+        return self.attention_bias if self.output_bias is None else self.output_bias
 
     @property
     def head_counts(self) -> tuple[int, int, int]:

@@ -39,6 +39,8 @@ def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: 
         return _idefics3_layout(vision, *tiles_of(processor, width, height)[1:])
     if processor.kind == "lfm2":
         return _lfm2_layout(vision, width, height)
+    if processor.kind == "canvas":
+        return _canvas_layout(vision, width, height)
     tall, wide = resized(processor, width, height)
     rows, columns = tall // side, wide // side
     token = vision.image_text
@@ -229,29 +231,42 @@ def _idefics3_layout(vision: VisionConfig, rows: int, columns: int) -> ImageLayo
 
 def lfm2_tiles(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
     """Return rows and columns of tiles of LFM2-VL; zeros where the picture is not cut."""
-    unit, (least, most) = processor.unit, processor.tile_counts
+    unit = processor.unit
     # The lower limit is half a unit, which is one patch.
     sides = [max(processor.unit // 2, round(edge / unit) * unit) for edge in (height, width)]
     is_large = sides[0] * sides[1] > processor.most * processor.tolerance
-    if not is_large or not processor.splits:
-        return 0, 0
-    ratios = sorted(
-        {
-            (wide, tall)
-            for wide in range(1, most + 1)
-            for tall in range(1, most + 1)
-            if least <= wide * tall <= most
-        },
-        key=lambda ratio: ratio[0] * ratio[1],
-    )
+    return closest_tiles(processor, width, height) if is_large and processor.splits else (0, 0)
+
+
+def closest_tiles(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Return rows and columns of the canvas of tiles whose ratio is closest to the picture's. Of equally
+    close ones that with more tiles is taken, unless it has more than twice the picture's pixels.
+    """
+    least, most = processor.tile_counts
+    sides = range(1, most + 1)
+    ratios = [(wide, tall) for wide in sides for tall in sides if least <= wide * tall <= most]
     best, nearest = (1, 1), math.inf
-    for ratio in ratios:
+    for ratio in sorted(ratios, key=lambda ratio: ratio[0] * ratio[1]):
         distance = abs(width / height - ratio[0] / ratio[1])
         if distance < nearest:
             nearest, best = distance, ratio
         elif distance == nearest and width * height > 0.5 * processor.tile**2 * ratio[0] * ratio[1]:
             best = ratio
     return best[1], best[0]
+
+
+def _canvas_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
+    """Return equal tiles and, after several, the whole picture in the size of one (InternVL)."""
+    processor, tower = vision.processor, vision.tower
+    rows, columns = closest_tiles(processor, width, height) if processor.splits else (1, 1)
+    count = 1 if rows * columns == 1 else rows * columns + 1
+    num_rows = count * (processor.tile // tower.patch_size // tower.merge) ** 2
+    return ImageLayout(
+        tiles=((processor.tile,) * 2,) * count,
+        num_rows=num_rows,
+        text=vision.start + vision.image_text * num_rows + vision.end,
+        tile_grid=(rows, columns) if count > 1 else (0, 0),
+    )
 
 
 def _lfm2_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:

@@ -1,9 +1,8 @@
-"""Families whose towers are SigLIP's or Pixtral's: pictures are cut into tiles, or pooled."""
+"""Families whose towers are SigLIP's, InternViT or Gemma 4's: pictures are cut into tiles, or pooled."""
 
-from dataclasses import replace
 from typing import Any, Final
 
-from ..fields import MAX_WIDTH, Fields, show
+from ..fields import MAX_WIDTH, show
 from .config import (
     CLIP_MEAN,
     CLIP_STD,
@@ -25,96 +24,14 @@ from .config import (
     token_text,
 )
 
-_PROJECTOR_NORM, _FIRST, _SECOND = (
-    f"multi_modal_projector.{name}" for name in ("norm", "linear_1", "linear_2")
-)
-
-
-def mistral3(files: VisionFiles) -> VisionConfig:
-    fields, model = files.tower, files.model
-    sizes = sizes_of(fields, width=1024, inner=4096, layers=24, patch=16)
-    merge = model.integer("spatial_merge_size", 2, most=64)
-    tower = TowerConfig(
-        **sizes | {"num_layers": feature_layer(files, sizes["num_layers"])},
-        names=TowerNames(
-            patch="vision_tower.patch_conv",
-            layers="vision_tower.transformer.layers",
-            pre_norm="vision_tower.ln_pre",
-            norm1="attention_norm",
-            norm2="ffn_norm",
-            query="attention.q_proj",
-            key="attention.k_proj",
-            value="attention.v_proj",
-            output="attention.o_proj",
-            gate="feed_forward.gate_proj",
-            up="feed_forward.up_proj",
-            down="feed_forward.down_proj",
-            projector=(_PROJECTOR_NORM, _FIRST, _SECOND),
-        ),
-        activation=activation_of(fields, "gelu"),
-        eps=1e-5,
-        is_rms=True,
-        attention_bias=False,
-        mlp_bias=False,
-        patch_bias=False,
-        rope="alternating",
-        rope_theta=rope_theta(fields),
-        merge=merge,
-        projector="mistral3",
-        projector_size=files.hidden_size,
-        projector_bias=model.flag("multimodal_projector_bias", default=False),
-        projector_eps=files.text.number("rms_norm_eps", 1e-6),
-        projector_activation=activation_of(model, "gelu", "projector_hidden_act"),
-    )
-    longest = size_of(files.processor, "size", ("longest_edge", "height"), 1540, MAX_SIDE)
-    processor = ImageProcessorConfig(
-        kind="longest_edge",
-        unit=tower.patch_size * merge,
-        longest=longest,
-        **pixels_of(files, CLIP_MEAN, CLIP_STD, 3),
-    )
-    return VisionConfig(
-        family="Mistral 3",
-        image_token_id=token_id(files, 10, "image_token_index", "image_token_id"),
-        placeholder="[IMG]",
-        image_text="[IMG]",
-        hidden_size=files.hidden_size,
-        tower=tower,
-        processor=processor,
-    )
-
-
-def llava(files: VisionFiles) -> VisionConfig:
-    """Read Pixtral 12B as it was first published: the tower of Mistral 3, and each patch is an embedding."""
-    model, fields = files.model, files.tower
-    if (kind := fields.text("model_type", "clip_vision_model")) != "pixtral":
-        raise fields.error(f"a tower of {show(kind)} is not supported in LLaVA, only of pixtral")
-    if (strategy := model.text("vision_feature_select_strategy", "default")) != "full":
-        raise model.error(f"vision_feature_select_strategy {show(strategy)} is not supported, only full")
-    raw = {
-        "vision_feature_layer": -2,
-        "multimodal_projector_bias": True,
-        **model.raw,
-        "spatial_merge_size": 1,
-    }
-    rules = {"size": {"longest_edge": 1024}, **files.processor.raw}
-    found = mistral3(
-        replace(
-            files,
-            model=Fields(raw | {"spatial_merge_size": 1}, model.where),
-            processor=Fields(rules, files.processor.where),
-        )
-    )
-    names = replace(found.tower.names, projector=("", _FIRST, _SECOND))
-    tower = replace(found.tower, names=names, projector="llava", projector_norm=False)
-    return replace(found, family="Pixtral", tower=tower)
+_FIRST, _SECOND = (f"multi_modal_projector.linear_{number}" for number in (1, 2))
 
 
 def siglip_names(at: str, *projector: str) -> TowerNames:
     return TowerNames(
         patch=f"{at}embeddings.patch_embedding",
         layers=f"{at}encoder.layers",
-        table=f"{at}embeddings.position_embedding",
+        table=f"{at}embeddings.position_embedding.weight",
         post_norm=f"{at}post_layernorm",
         norm1="layer_norm1",
         norm2="layer_norm2",
@@ -159,6 +76,85 @@ def idefics3(files: VisionFiles) -> VisionConfig:
         placeholder="<image>",
         image_text="<image>",
         start="<fake_token_around_image>",
+        hidden_size=files.hidden_size,
+        tower=tower,
+        processor=processor,
+    )
+
+
+def internvl(files: VisionFiles) -> VisionConfig:
+    fields, model, rules = files.tower, files.model, files.processor
+    sizes = sizes_of(fields, width=1024, inner=4096, layers=24)
+    patch, merge = sizes["patch_size"], round(1 / model.number("downsample_ratio", 0.5))
+    norm = fields.text("norm_type", "layer_norm")
+    if norm not in {"layer_norm", "rms_norm"}:
+        raise fields.error(f"norm_type {show(norm)} is not supported, only layer_norm or rms_norm")
+    for source, key, usual in (
+        (model, "vision_feature_select_strategy", "default"),
+        (fields, "use_absolute_position_embeddings", True),
+        (fields, "use_mean_pooling", True),
+    ):
+        if (value := source.raw.get(key, usual)) != usual:
+            raise source.error(f"{key} {show(value)} is not supported, only {usual}")
+    layers, wide_norms = feature_layer(files, sizes["num_layers"]), fields.flag("use_qk_norm", default=False)
+    eps = fields.number("layer_norm_eps", 1e-6)
+    if wide_norms and eps != 1e-6:
+        raise fields.error(f"layer_norm_eps {eps} is not supported with use_qk_norm, only 1e-6")
+    picture = side_of(fields, "image_size", 448)
+    tile = side_of(rules, "size", picture)
+    if not tile // patch or tile // patch % merge:
+        raise rules.error(f"size {tile} has no whole squares of {merge} x {merge} patches of {patch} pixels")
+    tower = TowerConfig(
+        **sizes | {"num_layers": layers},
+        names=TowerNames(
+            patch="vision_tower.embeddings.patch_embeddings.projection",
+            layers="vision_tower.encoder.layer",
+            class_embedding="vision_tower.embeddings.cls_token",
+            table="vision_tower.embeddings.position_embeddings",
+            norm1="layernorm_before",
+            norm2="layernorm_after",
+            attention_scale="lambda_1",
+            mlp_scale="lambda_2",
+            query="attention.q_proj",
+            key="attention.k_proj",
+            value="attention.v_proj",
+            output="attention.projection_layer",
+            query_norm="attention.q_norm" if wide_norms else "",
+            key_norm="attention.k_norm" if wide_norms else "",
+            projector=("multi_modal_projector.layer_norm", _FIRST, _SECOND),
+        ),
+        activation=activation_of(fields, "gelu"),
+        eps=eps,
+        is_rms=norm == "rms_norm",
+        attention_bias=fields.flag("attention_bias", default=False),
+        output_bias=True,
+        wide_norms=wide_norms,
+        table="bicubic",
+        table_rows=(picture // patch) ** 2,
+        merge=merge,
+        projector="pixel_shuffle_mlp",
+        projector_size=files.hidden_size,
+        projector_bias=True,
+        projector_eps=1e-5,
+        projector_activation=activation_of(model, "gelu", "projector_hidden_act"),
+    )
+    most = rules.integer("max_patches", 12, most=64)
+    processor = ImageProcessorConfig(
+        kind="canvas",
+        unit=patch * merge,
+        tile=tile,
+        splits=most > 1,  # its processor asks for tiles whatever `crop_to_patches` of the file says
+        tile_counts=(rules.integer("min_patches", 1, most=most), most),
+        **pixels_of(files, CLIP_MEAN, CLIP_STD, 3),
+    )
+    image = token_text(files, "context_image_token", "<IMG_CONTEXT>")
+    return VisionConfig(
+        family="InternVL",
+        image_token_id=token_id(files, 151667, "image_token_id"),
+        placeholder=image,
+        image_text=image,
+        start=token_text(files, "start_image_token", "<img>"),
+        end=token_text(files, "end_image_token", "</img>"),
         hidden_size=files.hidden_size,
         tower=tower,
         processor=processor,
@@ -231,7 +227,7 @@ def lfm2_vl(files: VisionFiles) -> VisionConfig:
         table="antialiased",
         table_rows=fields.integer("num_patches", 256, most=MAX_WIDTH),
         merge=merge,
-        projector="lfm2_vl",
+        projector="pixel_shuffle_mlp",
         projector_size=model.integer("projector_hidden_size", 2560, most=MAX_WIDTH),
         projector_bias=model.flag("projector_bias", default=True),
         projector_norm=model.flag("projector_use_layernorm", default=True),

@@ -104,6 +104,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "model": {"vision_config": {"model_type": "gemma4_unified_vision"}},
         "processor": {"image_processor_type": "Gemma4ImageProcessor"},
     },
+    "internvl": {
+        "model": {"vision_config": {"image_size": [448, 448]}},
+        "processor": {
+            "image_processor_type": "GotOcr2ImageProcessorFast",
+            "crop_to_patches": False,
+            "size": {"height": 448, "width": 448},
+            "max_patches": 12,
+            "image_mean": [0.485, 0.456, 0.406],
+            "image_std": [0.229, 0.224, 0.225],
+        },
+    },
+    "glm4v": {
+        "model": {"vision_config": {"out_hidden_size": 64}},
+        "processor": {
+            "image_processor_type": "Glm4vImageProcessor",
+            "size": {"shortest_edge": 12544, "longest_edge": 9633792},
+        },
+    },
     "glm_ocr": {
         "model": {"vision_config": {"out_hidden_size": 64}},
         "processor": {"image_processor_type": "Glm46VImageProcessor"},
@@ -126,7 +144,9 @@ def tiles_of_transformers(directory: Path, vision: VisionConfig, picture: Any) -
     from transformers import AutoImageProcessor
 
     processor = AutoImageProcessor.from_pretrained(directory)
-    options = {"patch_size": vision.processor.unit} if vision.processor.kind == "longest_edge" else {}
+    options: dict[str, Any] = {"canvas": {"crop_to_patches": True}}.get(vision.processor.kind, {})
+    if vision.processor.kind == "longest_edge":
+        options = {"patch_size": vision.processor.unit}
     found = processor(images=[picture], return_tensors="np", **options)
     values = found["pixel_values"]
     if "image_grid_thw" in found:

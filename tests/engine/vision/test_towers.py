@@ -49,15 +49,18 @@ def encode(encoder: VisionEncoder, picture: Image.Image) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_embeddings_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    model = make_vision_model(tmp_path, kind)
-    encoder = load(tmp_path)
+    compare(tmp_path, make_vision_model(tmp_path, kind), SIZES)
+
+
+def compare(directory: Path, model: Any, sizes: list[tuple[int, int]]) -> None:
+    encoder = load(directory)
     assert encoder.vision.num_params == sum(
-        each.numel() for name, each in load_file(tmp_path / "model.safetensors").items() if is_vision(name)
+        each.numel() for name, each in load_file(directory / "model.safetensors").items() if is_vision(name)
     )
-    for size in SIZES:
+    for size in sizes:
         picture = draw_picture(*size)
         found = encode(encoder, picture)
-        inputs = reference_inputs(tmp_path, encoder.vision, [picture])
+        inputs = reference_inputs(directory, encoder.vision, [picture])
         with torch.inference_mode():
             theirs = model.model.get_image_features(**inputs, return_dict=True)
         rows = theirs.pooler_output
@@ -78,6 +81,21 @@ def test_tiles_that_are_not_whole_patches_lose_their_edge(tmp_path: Path) -> Non
         inputs = reference_inputs(tmp_path, encoder.vision, [picture])
         rows = model.model.get_image_features(**inputs, return_dict=True).pooler_output[0]
     torch.testing.assert_close(encode(encoder, picture)[0], rows, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tower", "side"),
+    [
+        ({"norm_type": "rms_norm", "use_qk_norm": True}, 48),  # InternViT 6B
+        ({"attention_bias": True}, 66),  # positions of a larger tile, whose edge is no whole patch
+    ],
+)
+def test_variants_of_intern_vit(tmp_path: Path, tower: dict[str, Any], side: int) -> None:
+    _, values, rules = MODELS["internvl"]
+    vision = values["vision_config"] | {"attention_bias": False} | tower
+    model = make_vision_model(tmp_path, "internvl", vision_config=vision)
+    write_json(tmp_path / "preprocessor_config.json", rules | {"size": {"height": side, "width": side}})
+    compare(tmp_path, model, SIZES[:1])
 
 
 def is_vision(name: str) -> bool:

@@ -66,6 +66,12 @@ def test_texts_around_image_tokens(tmp_path: Path) -> None:
         assert layout.text == Gemma3Processor.replace_image_token(stub, {"num_crops": [count]}, 0)
         assert (layout.num_rows, len(layout.tiles), layout.pictures) == (9 * (count + 1), *[count + 1] * 2)
         assert lay_out_image(scanning, *size, low_detail=True).text == gemma
+    intern = read(tmp_path, "internvl")
+    for size, tiles in (((90, 60), 7), ((100, 90), 5), ((47, 47), 1), ((9, 900), 7)):
+        layout = lay_out_image(intern, *size)
+        assert layout.text == f"<img>{'<IMG_CONTEXT>' * 9 * tiles}</img>"
+        assert len(layout.tiles) == tiles
+    assert lay_out_image(intern, 9, 900, low_detail=True).num_rows == 9
     lfm = lay_out_image(read(tmp_path, "lfm2_vl"), 300, 150)
     assert lfm.tile_grid == (1, 2)
     tile = "<image>" * 16
@@ -134,6 +140,14 @@ def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
         ),
         ("lfm3_vl", {"num_key_value_heads": 3}, {}, "cannot share 3"),
         ("lfm3_vl", {"conv_kernel_size": 4}, {}, "only odd numbers"),
+        ("internvl", {"norm_type": "batch"}, {}, "norm_type 'batch' is not supported"),
+        ("internvl", {"use_mean_pooling": False}, {}, "use_mean_pooling False is not supported, only True"),
+        ("internvl", {"use_qk_norm": True, "layer_norm_eps": 1e-5}, {}, "not supported with use_qk_norm"),
+        ("internvl", {}, {"size": {"height": 40, "width": 40}}, "no whole squares of 2 x 2 patches of 8"),
+        ("internvl", {}, {"max_patches": 65}, "max_patches 65 is beyond"),
+        ("internvl", {}, {"min_patches": 9}, "min_patches 9 is beyond"),
+        ("glm4v", {"out_hidden_size": 32}, {}, "not those of the language model"),
+        ("glm4v", {}, {"merge_size": 3}, "merge_size 3 is not that of the tower"),
         ("gemma4", {"num_key_value_heads": 1}, {}, "num_key_value_heads"),
         ("glm_ocr", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, {}, "not supported for"),
     ],
@@ -160,6 +174,6 @@ def test_a_nested_processor_is_read(tmp_path: Path) -> None:
 
 
 def test_every_family_is_tested() -> None:
-    assert {"smolvlm": "idefics3"}.keys() | {"qwen3_vl_moe", "qwen3_5_moe"} | MODELS.keys() == set(
+    assert {"smolvlm": "idefics3"}.keys() | {"qwen3_vl_moe", "qwen3_5_moe", "glm46v"} | MODELS.keys() == set(
         VISION_FAMILIES
     )
