@@ -435,6 +435,12 @@ def _unified_inputs(vision: VisionConfig, pictures: list[Image.Image]) -> dict[s
     }
 
 
+SEEING_MARKS = {
+    "qwen3_vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    "glm4v": ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
+    "internvl": ("<img>", "<IMG_CONTEXT>", "</img>"),
+}
+"""Special tokens before, for and after the rows of a picture."""
 SEEING_TEMPLATE = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
     "{%- if m.content is string %}{{- m.content }}{%- else %}{%- for part in m.content %}"
@@ -444,21 +450,20 @@ SEEING_TEMPLATE = (
 )
 
 
-def make_seeing_chat_model(directory: Path) -> Path:
-    """Write a Qwen3-VL with a tokenizer and a chat template that has places for pictures."""
+def make_seeing_chat_model(directory: Path, kind: str = "qwen3_vl") -> Path:
+    """Write a model with a tokenizer and a chat template that has places for pictures."""
     directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+    marks = SEEING_MARKS[kind]
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
     tokenizer.save(str(directory / "tokenizer.json"))
-    text = TEXT | {"rope_parameters": MROPE | {"mrope_interleaved": True}}
-    text |= {"vocab_size": tokenizer.get_vocab_size()}
-    make_vision_model(
-        directory, "qwen3_vl", text_config=text, image_token_id=tokenizer.token_to_id("<|image_pad|>")
-    )
+    text = MODELS[kind][1]["text_config"] | {"vocab_size": tokenizer.get_vocab_size()}
+    make_vision_model(directory, kind, text_config=text, image_token_id=tokenizer.token_to_id(marks[1]))
+    written = "<IMG_CONTEXT>\\n" if kind == "internvl" else "".join(marks)  # by published templates
     config = json.loads((directory / "tokenizer_config.json").read_text())
-    write_json(directory / "tokenizer_config.json", config | {"chat_template": SEEING_TEMPLATE})
+    template = SEEING_TEMPLATE.replace("".join(SEEING_MARKS["qwen3_vl"]), written)
+    write_json(directory / "tokenizer_config.json", config | {"chat_template": template})
     return directory
 
 

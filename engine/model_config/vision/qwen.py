@@ -1,4 +1,4 @@
-"""Families whose towers read a picture as one grid of patches: Qwen's, from 2-VL on, GLM's, LFM3-VL, Pixtral."""
+"""Families whose towers read a picture as one grid of patches: Qwen's, GLM's, LFM3-VL, Pixtral's."""
 
 from collections.abc import Mapping
 from dataclasses import replace
