@@ -58,24 +58,29 @@ class Mistral3Projector:
 
 
 class PixelShuffle:
-    """One or two linears over squares of patches (Idefics3, LFM2-VL, InternVL), or over each (LLaVA)."""
+    """One to three linears over squares of patches (Idefics3, LFM2-VL, InternVL, Llama 4), or over each
+    (LLaVA).
+    """
 
     def __init__(self, vision: VisionConfig, weights: TowerWeights) -> None:
         self.ops, self.tower, tower = weights.ops, vision.tower, vision.tower
-        merged, inner, bias = tower.hidden_size * tower.merge**2, tower.projector_size, tower.projector_bias
-        norm, first, second = tower.names.projector
+        width, bias = tower.hidden_size * tower.merge**2, tower.projector_bias
+        norm, *linears = tower.names.projector
         self.norm = None
         if norm and tower.projector_norm:
-            self.norm = TowerNorm(weights, norm, merged, tower.projector_eps, is_rms=False)
-        self.first = weights.linear((first,), inner or vision.hidden_size, merged, bias=bias)
-        self.second = weights.linear((second,), vision.hidden_size, inner, bias=bias) if second else None
+            self.norm = TowerNorm(weights, norm, width, tower.projector_eps, is_rms=False)
+        self.linears, names = [], [name for name in linears if name]
+        for number, name in enumerate(names, 1):
+            outputs = vision.hidden_size if number == len(names) else tower.projector_size
+            self.linears.append(weights.linear((name,), outputs, width, bias=bias))
+            width = outputs
 
     def __call__(self, x_PE: Tensor, grid: tuple[int, int], _level: int) -> Tensor:
         rows = merge_squares(x_PE, grid, self.tower.merge).flatten(1)
-        rows = self.ops.linear(self.first, rows if self.norm is None else self.norm(rows))
-        if self.second is None:
-            return rows
-        return self.ops.linear(self.second, activate(self.tower.projector_activation, rows))
+        rows = self.ops.linear(self.linears[0], rows if self.norm is None else self.norm(rows))
+        for linear in self.linears[1:]:
+            rows = self.ops.linear(linear, activate(self.tower.projector_activation, rows))
+        return rows
 
 
 class GemmaProjector:
@@ -165,6 +170,7 @@ PROJECTORS: Final[dict[ProjectorKind, Callable[[VisionConfig, TowerWeights], Pro
     "llava": PixelShuffle,
     "pixel_shuffle": PixelShuffle,
     "pixel_shuffle_mlp": PixelShuffle,
+    "llama4": PixelShuffle,
     "gemma3": GemmaProjector,
     "gemma4": GemmaProjector,
     "gemma4_unified": GemmaProjector,

@@ -70,8 +70,8 @@ class TowerWeights:
         return self._source.packed(asked)
 
     def positions(self, tower: TowerConfig) -> Tensor | None:
-        """Return the table of learned positions, that of the class token before those of patches; of columns
-        and of rows [2, N, E] where each has its own.
+        """Return the table of learned positions, with that of the class embedding; of columns and of rows
+        [2, N, E] where each has its own.
         """
         if not tower.table:
             return None
@@ -347,11 +347,16 @@ def _rotated_order(tower: TowerConfig) -> tuple[int, ...] | None:
     """Return the rows of query, key and value in the order that `Ops.rotary` wants: None as they are.
 
     Gemma 4 rotates the first half of a head by its column, the second by its row, each with halves of its
-    own.
+    own; Llama 4 neighboring numbers, the first half of them by its column.
     """
-    if tower.projector != "gemma4":
-        return None
     part = tower.head_dim // 4
-    head = [*range(2 * part, 3 * part), *range(part), *range(3 * part, 4 * part), *range(part, 2 * part)]
+    if tower.projector == "gemma4":
+        starts = (range(2 * part, 3 * part), range(part), range(3 * part, 4 * part), range(part, 2 * part))
+    elif tower.rope == "pairs":
+        half, width = 2 * part, 4 * part
+        starts = (range(half, width, 2), range(0, half, 2), range(half + 1, width, 2), range(1, half, 2))
+    else:
+        return None
+    head = [row for rows in starts for row in rows]
     rotated = [start * tower.head_dim + row for start in range(2 * tower.num_heads) for row in head]
     return (*rotated, *range(len(rotated), len(rotated) + tower.hidden_size))

@@ -34,7 +34,10 @@ class VisionTower:
         if names.class_embedding:
             assert self._table is not None
             token_E = weights.vector(names.class_embedding, tower.hidden_size)
-            self._class_1E, self._table = token_E + self._table[:1], self._table[1:]
+            rows, first = tower.table_rows, 0 if tower.class_is_last else 1
+            own = rows if tower.class_is_last else 0
+            self._class_1E = token_E + self._table[own : own + 1]
+            self._table = self._table[first : first + rows]
 
         def norm(name: str, width: int = tower.hidden_size) -> TowerNorm | None:
             return TowerNorm(weights, name, width, tower.eps, is_rms=tower.is_rms) if name else None
@@ -142,7 +145,7 @@ class VisionTower:
         if tower.windows:
             order_P, windows = _windows(tower, rows, columns)
             places_P2 = places_P2[order_P]
-        cos_PD, sin_PD = _angles(tower, places_P2, device)
+        cos_PD, sin_PD = _angles(tower, places_P2, device, has_class=self._class_1E is not None)
 
         def layout(each: list[int]) -> PatchLayout:
             starts = torch.tensor([0, *each]).cumsum(0).int()
@@ -170,6 +173,9 @@ def _pixel_values(tower: TowerConfig, processor: ImageProcessorConfig) -> Tensor
     levels = torch.arange(256, dtype=torch.float64) * processor.rescale
     mean, std = (torch.tensor(each, dtype=torch.float64) for each in (processor.mean, processor.std))
     values = (levels - mean.unsqueeze(1)) / std.unsqueeze(1)
+    if tower.projector == "llama4":  # its processor computes in bfloat16
+        levels, mean, std = (each.bfloat16() for each in (levels / processor.rescale, mean, std))
+        values = (levels * processor.rescale - mean.unsqueeze(1)) / std.unsqueeze(1)
     return (2 * (values - 0.5) if tower.projector == "gemma4" else values).float()
 
 
@@ -214,7 +220,7 @@ def _cubic_taps(index_P: Tensor, count: int, side: int) -> list[tuple[Tensor, Te
 
 
 def _angles(
-    tower: TowerConfig, places_P2: Tensor, device: torch.device
+    tower: TowerConfig, places_P2: Tensor, device: torch.device, *, has_class: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the tables of `Ops.rotary` [P, D]: the first half of each is for rows, the rest for columns."""
     if not tower.rope:
@@ -225,6 +231,10 @@ def _angles(
     if tower.rope == "alternating":
         every = 1.0 / tower.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
         down, across = every[0::2], every[1::2]
+    if tower.rope == "pairs":
+        places_P2 = places_P2 + 1
+    if has_class:
+        places_P2 = torch_functional.pad(places_P2, (0, 0, 1, 0))
     row_P1, column_P1 = torch.split(places_P2.float(), 1, dim=1)
     half = torch.cat([row_P1 * down, column_P1 * across], dim=1)
     cos, sin = half.cos(), half.sin()

@@ -319,6 +319,31 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
+MODELS["llama4"] = (
+    "Llama4ForConditionalGeneration",
+    {
+        "text_config": TEXT
+        | {"intermediate_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 2, "moe_layers": []},
+        "vision_config": PIXTRAL
+        | {"patch_size": 8, "image_size": 48, "intermediate_size": 192, "vision_output_dim": 40}
+        | {"projector_input_dim": 40, "projector_output_dim": 40},
+        "image_token_id": 10,
+    },
+    {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 48, "width": 48}, "max_patches": 6},
+)
+MODELS["llava_clip"] = (
+    "LlavaForConditionalGeneration",
+    {
+        "text_config": TEXT | {"model_type": "llama"},
+        "vision_config": SIGLIP | {"model_type": "clip_vision_model"},
+        "image_token_index": 10,
+    },
+    {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 48},
+        "crop_size": {"height": 48, "width": 48},
+    },
+)
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS["glm4v_moe"] = (
     "Glm4vMoeForConditionalGeneration",
@@ -379,13 +404,15 @@ def prepare(
 
 
 def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image.Image]) -> dict[str, Any]:
-    """Return what transformers' processor gives the model. Those of LFM2-VL and of Gemma 4 12B need
+    """Return what transformers' processor gives the model. Those of LFM2-VL, Llama 4 and Gemma 4 12B need
     torchvision: their models get our tiles.
     """
     from transformers import AutoImageProcessor
 
     if vision.tower.projector == "gemma4_unified":
         return _unified_inputs(vision, pictures)
+    if vision.tower.projector == "llama4":
+        return {"pixel_values": torch.cat([_llama4_tiles(vision, picture) for picture in pictures])}
     if vision.processor.kind != "lfm2":
         nested = [pictures] if vision.processor.kind == "tiles" else pictures
         options = {"crop_to_patches": True} if vision.processor.kind == "canvas" else {}
@@ -410,6 +437,12 @@ def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image
         "pixel_attention_mask": torch.stack([(torch.arange(longest) < len(tile)).int() for tile in tiles]),
         "spatial_shapes": torch.tensor(shapes),
     }
+
+
+def _llama4_tiles(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:
+    layout, image = prepare(vision, picture)
+    pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(-1, *layout.tiles[0], 3)
+    return ((pixels.permute(0, 3, 1, 2).bfloat16() * (1 / 255) - 0.5) / 0.5).float()
 
 
 def _unified_inputs(vision: VisionConfig, pictures: list[Image.Image]) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from ...checkpoint.safetensors import TensorEntry, shown
 from ...errors import ModelError
 from ..fields import Fields, text_fields
 from .config import TowerConfig, VisionConfig, VisionFiles, VisionRule
-from .qwen import glm4v, glm_ocr, lfm3_vl, llava, mistral3, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from .qwen import glm4v, glm_ocr, lfm3_vl, mistral3, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from .shape import NO_TOWER
-from .siglip import gemma3, gemma4, gemma4_unified, idefics3, internvl, lfm2_vl
+from .siglip import gemma3, gemma4, gemma4_unified, idefics3, lfm2_vl
+from .vit import internvl, llama4, llava
 
 VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "mistral3": mistral3,
@@ -39,6 +40,7 @@ VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "glm4v_moe": glm4v,
     "glm46v": glm4v,
     "internvl": internvl,
+    "llama4": llama4,
 }
 _NESTED: Final = "image_processor"
 """Key of processor_config.json with what preprocessor_config.json has alone."""
@@ -236,7 +238,7 @@ def _layer_linears(tower: TowerConfig, at: str, *, has_conv: bool) -> Tensors:
 
 def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
     hidden, merged, inner = tower.hidden_size, tower.hidden_size * tower.merge**2, tower.projector_size
-    norm, first, second = tower.names.projector
+    norm, first, second = tower.names.projector[:3]
     bias = tower.projector_bias
     match tower.projector:
         case "mistral3":
@@ -257,6 +259,10 @@ def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
                 yield from _norm(norm, merged, is_rms=False)
             yield from _linear(first, inner, merged, bias=bias)
             yield from _linear(second, out, inner, bias=bias)
+        case "llama4":
+            yield from _linear(first, inner, merged, bias=False)
+            yield from _linear(second, inner, inner, bias=False)
+            yield from _linear(tower.names.projector[3], out, inner, bias=False)
         case "merger":
             yield from _norm(norm, hidden, is_rms=tower.is_rms)
             yield from _linear(first, merged, merged, bias=True)

@@ -16,7 +16,6 @@ from .config import (
     VisionConfig,
     VisionFiles,
     activation_of,
-    feature_layer,
     pixels_of,
     rope_theta,
     side_of,
@@ -342,19 +341,17 @@ def mistral3(files: VisionFiles) -> VisionConfig:
         image_token_id=token_id(files, 10, "image_token_index", "image_token_id"),
         placeholder="[IMG]",
         image_text="[IMG]",
+        line_end="[IMG_BREAK]",
+        end="[IMG_END]",
         hidden_size=files.hidden_size,
         tower=tower,
         processor=processor,
     )
 
 
-def llava(files: VisionFiles) -> VisionConfig:
+def pixtral(files: VisionFiles) -> VisionConfig:
     """Read Pixtral 12B as it was first published: the tower of Mistral 3, and each patch is an embedding."""
-    model, fields = files.model, files.tower
-    if (kind := fields.text("model_type", "clip_vision_model")) != "pixtral":
-        raise fields.error(f"a tower of {show(kind)} is not supported in LLaVA, only of pixtral")
-    if (strategy := model.text("vision_feature_select_strategy", "default")) != "full":
-        raise model.error(f"vision_feature_select_strategy {show(strategy)} is not supported, only full")
+    model = files.model
     raw = {
         "vision_feature_layer": -2,
         "multimodal_projector_bias": True,
@@ -372,3 +369,14 @@ def llava(files: VisionFiles) -> VisionConfig:
     names = replace(found.tower.names, projector=("", *_PROJECTOR[1:]))
     tower = replace(found.tower, names=names, projector="llava", projector_norm=False)
     return replace(found, family="Pixtral", tower=tower)
+
+
+def feature_layer(files: VisionFiles, count: int, default: int = -1) -> int:
+    """Return how many layers are run for the states that the projector reads. `default`: as in files."""
+    key = "vision_feature_layer"
+    value = files.model.raw.get(key, default)
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, int) or isinstance(value, bool) or not -count <= value <= count:
+        raise files.model.error(f"{key} {show(value)} is not supported, only one of {count} layers")
+    return value if value >= 0 else count + 1 + value

@@ -6,6 +6,7 @@ trained with.
 """
 
 import math
+import struct
 from dataclasses import dataclass, replace
 
 from .config import ImageLayout, ImageProcessorConfig, VisionConfig
@@ -41,16 +42,13 @@ def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: 
         return _lfm2_layout(vision, width, height)
     if processor.kind == "canvas":
         return _canvas_layout(vision, width, height)
+    if processor.kind == "padded_canvas":
+        return _padded_canvas_layout(vision, width, height)
     tall, wide = resized(processor, width, height)
     rows, columns = tall // side, wide // side
-    token = vision.image_text
-    if vision.tower.projector in {"mistral3", "llava"}:
-        lines = [token * columns] * rows
-        text = "[IMG_BREAK]".join(lines) + "[IMG_END]"
-    else:
-        text = vision.start + token * (rows * columns) + vision.end
-        if (crops := crops_of(processor, width, height)) != (0, 0):
-            return _crops_layout(text, (tall, wide), (rows, columns), crops)
+    text = vision.start + vision.line_end.join([vision.image_text * columns] * rows) + vision.end
+    if (crops := crops_of(processor, width, height)) != (0, 0):
+        return _crops_layout(text, (tall, wide), (rows, columns), crops)
     return ImageLayout(tiles=((tall, wide),), num_rows=rows * columns, text=text, grid=(rows, columns))
 
 
@@ -69,6 +67,9 @@ def resized(processor: ImageProcessorConfig, width: int, height: int) -> tuple[i
     """Return (height, width) of the whole picture after its resize. Raises ImageSizeError."""
     match processor.kind:
         case "square":
+            return processor.tile, processor.tile
+        case "center_crop":
+            _refuse_ratio(width, height)
             return processor.tile, processor.tile
         case "longest_edge":
             return _longest_edge_size(processor, width, height)
@@ -293,6 +294,41 @@ def _lfm2_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
         tiles, num_rows = (*tiles, whole), num_rows + of_whole
     text = vision.start + text + vision.end
     return ImageLayout(tiles=tiles, num_rows=num_rows, text=text, tile_grid=(rows, columns))
+
+
+def padded_canvas(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Return rows and columns of Llama 4's canvas: the one that enlarges a picture least, or else shrinks it
+    least; the smallest of several. Scales are compared in float32, as by its processor.
+    """
+    tile, most = processor.tile, processor.tile_counts[1] if processor.splits else 1
+    scales = {
+        (rows, columns): float32(min(columns * tile / width, rows * tile / height))
+        for rows in range(1, most + 1)
+        for columns in range(1, most // rows + 1)
+    }
+    larger = [scale for scale in scales.values() if scale >= 1]
+    chosen = min(larger) if larger else max(scales.values())
+    return min((shape for shape in scales if scales[shape] == chosen), key=math.prod)
+
+
+def float32(number: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", number))[0])
+
+
+def _padded_canvas_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
+    processor, tower = vision.processor, vision.tower
+    rows, columns = padded_canvas(processor, width, height)
+    each = (processor.tile // tower.patch_size // tower.merge) ** 2
+    token, count = vision.image_text * each, rows * columns
+    line = "<|tile_x_separator|>".join([token] * columns) + "<|tile_y_separator|>"
+    tiles = line * rows if count > 1 else ""
+    count += count > 1
+    return ImageLayout(
+        tiles=((processor.tile, processor.tile),) * count,
+        num_rows=count * each,
+        text=f"{vision.start}{tiles}{vision.placeholder}{token}{vision.end}",
+        tile_grid=(rows, columns) if count > 1 else (0, 0),
+    )
 
 
 PICTURE_ROWS = 4096

@@ -1,11 +1,9 @@
-"""Families whose towers are SigLIP's, InternViT or Gemma 4's: pictures are cut into tiles, or pooled."""
+"""Families whose towers are SigLIP's or Gemma 4's: pictures are cut into tiles, or pooled."""
 
 from typing import Any, Final
 
-from ..fields import MAX_WIDTH, show
+from ..fields import MAX_WIDTH
 from .config import (
-    CLIP_MEAN,
-    CLIP_STD,
     HALF,
     MAX_SIDE,
     ImageProcessorConfig,
@@ -14,7 +12,6 @@ from .config import (
     VisionConfig,
     VisionFiles,
     activation_of,
-    feature_layer,
     pixels_of,
     rope_theta,
     side_of,
@@ -23,6 +20,7 @@ from .config import (
     token_id,
     token_text,
 )
+from .qwen import feature_layer
 
 _FIRST, _SECOND = (f"multi_modal_projector.linear_{number}" for number in (1, 2))
 
@@ -76,85 +74,6 @@ def idefics3(files: VisionFiles) -> VisionConfig:
         placeholder="<image>",
         image_text="<image>",
         start="<fake_token_around_image>",
-        hidden_size=files.hidden_size,
-        tower=tower,
-        processor=processor,
-    )
-
-
-def internvl(files: VisionFiles) -> VisionConfig:
-    fields, model, rules = files.tower, files.model, files.processor
-    sizes = sizes_of(fields, width=1024, inner=4096, layers=24)
-    patch, merge = sizes["patch_size"], round(1 / model.number("downsample_ratio", 0.5))
-    norm = fields.text("norm_type", "layer_norm")
-    if norm not in {"layer_norm", "rms_norm"}:
-        raise fields.error(f"norm_type {show(norm)} is not supported, only layer_norm or rms_norm")
-    for source, key, usual in (
-        (model, "vision_feature_select_strategy", "default"),
-        (fields, "use_absolute_position_embeddings", True),
-        (fields, "use_mean_pooling", True),
-    ):
-        if (value := source.raw.get(key, usual)) != usual:
-            raise source.error(f"{key} {show(value)} is not supported, only {usual}")
-    layers, wide_norms = feature_layer(files, sizes["num_layers"]), fields.flag("use_qk_norm", default=False)
-    eps = fields.number("layer_norm_eps", 1e-6)
-    if wide_norms and eps != 1e-6:
-        raise fields.error(f"layer_norm_eps {eps} is not supported with use_qk_norm, only 1e-6")
-    picture = side_of(fields, "image_size", 448)
-    tile = side_of(rules, "size", picture)
-    if not tile // patch or tile // patch % merge:
-        raise rules.error(f"size {tile} has no whole squares of {merge} x {merge} patches of {patch} pixels")
-    tower = TowerConfig(
-        **sizes | {"num_layers": layers},
-        names=TowerNames(
-            patch="vision_tower.embeddings.patch_embeddings.projection",
-            layers="vision_tower.encoder.layer",
-            class_embedding="vision_tower.embeddings.cls_token",
-            table="vision_tower.embeddings.position_embeddings",
-            norm1="layernorm_before",
-            norm2="layernorm_after",
-            attention_scale="lambda_1",
-            mlp_scale="lambda_2",
-            query="attention.q_proj",
-            key="attention.k_proj",
-            value="attention.v_proj",
-            output="attention.projection_layer",
-            query_norm="attention.q_norm" if wide_norms else "",
-            key_norm="attention.k_norm" if wide_norms else "",
-            projector=("multi_modal_projector.layer_norm", _FIRST, _SECOND),
-        ),
-        activation=activation_of(fields, "gelu"),
-        eps=eps,
-        is_rms=norm == "rms_norm",
-        attention_bias=fields.flag("attention_bias", default=False),
-        output_bias=True,
-        wide_norms=wide_norms,
-        table="bicubic",
-        table_rows=(picture // patch) ** 2,
-        merge=merge,
-        projector="pixel_shuffle_mlp",
-        projector_size=files.hidden_size,
-        projector_bias=True,
-        projector_eps=1e-5,
-        projector_activation=activation_of(model, "gelu", "projector_hidden_act"),
-    )
-    most = rules.integer("max_patches", 12, most=64)
-    processor = ImageProcessorConfig(
-        kind="canvas",
-        unit=patch * merge,
-        tile=tile,
-        splits=most > 1,  # its processor asks for tiles whatever `crop_to_patches` of the file says
-        tile_counts=(rules.integer("min_patches", 1, most=most), most),
-        **pixels_of(files, CLIP_MEAN, CLIP_STD, 3),
-    )
-    image = token_text(files, "context_image_token", "<IMG_CONTEXT>")
-    return VisionConfig(
-        family="InternVL",
-        image_token_id=token_id(files, 151667, "image_token_id"),
-        placeholder=image,
-        image_text=image,
-        start=token_text(files, "start_image_token", "<img>"),
-        end=token_text(files, "end_image_token", "</img>"),
         hidden_size=files.hidden_size,
         tower=tower,
         processor=processor,

@@ -115,6 +115,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "image_std": [0.229, 0.224, 0.225],
         },
     },
+    "llava with CLIP": {
+        "model": {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}},
+        "processor": {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 336},
+            "crop_size": {"height": 336, "width": 336},
+        },
+    },
     "glm4v": {
         "model": {"vision_config": {"out_hidden_size": 64}},
         "processor": {

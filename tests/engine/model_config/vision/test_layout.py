@@ -16,7 +16,7 @@ from support.vision_models import MODELS, TEXT, read_vision
 
 def read(directory: Path, kind: str, **processor: Any) -> VisionConfig:
     _, values, rules = MODELS[kind]
-    write_json(directory / "config.json", {"model_type": kind, **values})
+    write_json(directory / "config.json", {"model_type": kind.removesuffix("_clip"), **values})
     write_json(directory / "preprocessor_config.json", rules | processor)
     vision = read_vision(directory)
     assert vision is not None
@@ -148,6 +148,17 @@ def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
         ("internvl", {}, {"min_patches": 9}, "min_patches 9 is beyond"),
         ("glm4v", {"out_hidden_size": 32}, {}, "not those of the language model"),
         ("glm4v", {}, {"merge_size": 3}, "merge_size 3 is not that of the tower"),
+        ("llama4", {"intermediate_size": 96}, {}, "intermediate_size 96 is not that of 2 x 2 patches"),
+        ("llama4", {"projector_output_dim": 48}, {}, "projector_output_dim 48 is not projector_input_dim 40"),
+        ("llama4", {"num_attention_heads": 8}, {}, "heads of 6 numbers are no multiple of 4"),
+        ("llama4", {}, {"resize_to_max_canvas": True}, "resize_to_max_canvas true is not supported"),
+        ("llama4", {}, {"size": {"height": 96, "width": 96}}, "size must be that of the tower, 48"),
+        ("llava_clip", {"model_type": "vit"}, {}, "a tower of 'vit' is not supported in LLaVA"),
+        ("llava_clip", {"model_type": "siglip_vision_model"}, {}, "'default' is not supported for a tower"),
+        ("llava_clip", {}, {"crop_size": 40}, "size and crop_size must be that of the tower, 48"),
+        ("llava_clip", {}, {"size": {"shortest_edge": 60}}, "size and crop_size must be that of the tower"),
+        ("llava_clip", {}, {"do_center_crop": False}, "do_center_crop false with shortest_edge"),
+        ("llava_clip", {}, {"do_pad": True}, "do_pad true is not supported"),
         ("gemma4", {"num_key_value_heads": 1}, {}, "num_key_value_heads"),
         ("glm_ocr", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, {}, "not supported for"),
     ],
@@ -156,7 +167,8 @@ def test_files_that_contradict_each_other_leave_text_and_name_the_key(
     tmp_path: Path, kind: str, tower: dict[str, Any], processor: dict[str, Any], text: str
 ) -> None:
     _, values, rules = MODELS[kind]
-    changed = values | {"model_type": kind, "vision_config": values["vision_config"] | tower}
+    changed = values | {"model_type": kind.removesuffix("_clip")}
+    changed |= {"vision_config": values["vision_config"] | tower}
     write_json(tmp_path / "config.json", changed)
     write_json(tmp_path / "preprocessor_config.json", rules | processor)
     assert read_vision(tmp_path) is None
@@ -174,6 +186,6 @@ def test_a_nested_processor_is_read(tmp_path: Path) -> None:
 
 
 def test_every_family_is_tested() -> None:
-    assert {"smolvlm": "idefics3"}.keys() | {"qwen3_vl_moe", "qwen3_5_moe", "glm46v"} | MODELS.keys() == set(
-        VISION_FAMILIES
-    )
+    assert {"smolvlm": "idefics3"}.keys() | {"qwen3_vl_moe", "qwen3_5_moe", "glm46v"} | {
+        kind.removesuffix("_clip") for kind in MODELS
+    } == set(VISION_FAMILIES)
