@@ -85,14 +85,21 @@ def test_a_picture_changes_the_answer_and_is_counted(client):
     assert seen.usage.prompt_tokens > blind.usage.prompt_tokens + 10
 
 
-@pytest.mark.parametrize(("kind", "size", "rows"), [("internvl", (90, 60), 63), ("glm4v", (60, 50), 20)])
-def test_other_families_see_a_picture(server, client, tmp_path, kind, size, rows):
+@pytest.mark.parametrize(
+    ("kind", "size", "more"),
+    [
+        ("internvl", (90, 60), 7 * 9 + 3),  # six tiles and the whole; a newline after the marks
+        ("glm4v", (60, 50), 20 + 2),
+        ("llama4", (60, 50), 5 * 9 + 3 + 4),  # separators behind tiles
+        ("llava_clip", (60, 50), 36),
+    ],
+)
+def test_other_families_see_a_picture(server, client, tmp_path, kind, size, more):
     options = {"device": "cpu", "threads": 1, "memory_bytes": 256 << 20, "context": 512}
     server.load(make_seeing_chat_model(tmp_path, kind), kind, dtype="float32", **options)
     seen, blind = ask(client, parts(encoded(draw_picture(*size))), kind), ask(client, QUESTION, kind)
     assert seen.choices[0].message.content != blind.choices[0].message.content
-    marks = 3 if kind == "internvl" else 2  # a newline after InternVL's
-    assert seen.usage.prompt_tokens == blind.usage.prompt_tokens + rows + marks
+    assert seen.usage.prompt_tokens == blind.usage.prompt_tokens + more
     again = ask(client, parts(encoded(draw_picture(*size))), kind)
     assert again.choices[0].message.content == seen.choices[0].message.content
     assert again.usage.prompt_tokens_details.cached_tokens >= 16

@@ -468,12 +468,17 @@ def _unified_inputs(vision: VisionConfig, pictures: list[Image.Image]) -> dict[s
     }
 
 
+SEPARATORS = ("<|tile_x_separator|>", "<|tile_y_separator|>")
 SEEING_MARKS = {
     "qwen3_vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
     "glm4v": ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
     "internvl": ("<img>", "<IMG_CONTEXT>", "</img>"),
+    "llama4": ("<|image_start|>", "<|patch|>", "<|image_end|>", "<|image|>", *SEPARATORS),
+    "llava_clip": ("", "<image>", ""),
 }
-"""Special tokens before, for and after the rows of a picture."""
+"""Special tokens before, for and after the rows of a picture, and others."""
+WRITTEN = {"internvl": "<IMG_CONTEXT>\\n", "llama4": "<|image|>"}
+"""What published templates write for a picture, where it is not the first three of these."""
 SEEING_TEMPLATE = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
     "{%- if m.content is string %}{{- m.content }}{%- else %}{%- for part in m.content %}"
@@ -489,13 +494,14 @@ def make_seeing_chat_model(directory: Path, kind: str = "qwen3_vl") -> Path:
     write_tokenizer(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     marks = SEEING_MARKS[kind]
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks if mark])
     tokenizer.save(str(directory / "tokenizer.json"))
     text = MODELS[kind][1]["text_config"] | {"vocab_size": tokenizer.get_vocab_size()}
-    make_vision_model(directory, kind, text_config=text, image_token_id=tokenizer.token_to_id(marks[1]))
-    written = "<IMG_CONTEXT>\\n" if kind == "internvl" else "".join(marks)  # by published templates
+    key = "image_token_index" if kind == "llava_clip" else "image_token_id"
+    image = {key: tokenizer.token_to_id(marks[1])}
+    make_vision_model(directory, kind, text_config=text, **image)
     config = json.loads((directory / "tokenizer_config.json").read_text())
-    template = SEEING_TEMPLATE.replace("".join(SEEING_MARKS["qwen3_vl"]), written)
+    template = SEEING_TEMPLATE.replace("".join(SEEING_MARKS["qwen3_vl"]), WRITTEN.get(kind, "".join(marks)))
     write_json(directory / "tokenizer_config.json", config | {"chat_template": template})
     return directory
 

@@ -105,9 +105,43 @@ def test_tiles_of_lfm2_vl(
     assert (layout.tile_grid, layout.tiles) == (grid, (*tiles, whole))
 
 
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [
+        ((1, 1), (1, 1)),
+        ((30, 2000), (6, 1)),
+        ((1023, 769), (3, 4)),
+        ((97, 211), (1, 1)),
+        ((640, 8), (1, 2)),
+        ((1500, 700), (3, 5)),
+        ((3000, 2999), (4, 4)),
+    ],
+)
+def test_tiles_and_texts_of_llama4(tmp_path: Path, size: tuple[int, int], grid: tuple[int, int]) -> None:
+    """Compare with the canvases of the processor of transformers 5.23, which needs torchvision."""
+    from transformers import Llama4Processor
+
+    sizes = {"size": {"height": 336, "width": 336}, "max_patches": 16}
+    _, values, rules = MODELS["llama4"]
+    tower = values["vision_config"] | {"image_size": 336}
+    write_json(tmp_path / "config.json", {"model_type": "llama4", **values, "vision_config": tower})
+    write_json(tmp_path / "preprocessor_config.json", rules | sizes)
+    vision = read_vision(tmp_path)
+    assert vision is not None
+    layout = lay_out_image(vision, *size)
+    count = grid[0] * grid[1]
+    assert layout.tile_grid == (grid if count > 1 else (0, 0))
+    assert len(layout.tiles) == count + (count > 1)
+    assert layout.text == Llama4Processor._prompt_split_image(SimpleNamespace(), grid, 21**2)
+
+
 def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
     with pytest.raises(ImageSizeError, match="200 times as many"):
         lay_out_image(read(tmp_path, "qwen2_vl"), 1, 201)
+    with pytest.raises(ImageSizeError, match="200 times as many"):
+        lay_out_image(read(tmp_path, "llava_clip"), 1, 201)
+    with pytest.raises(ImageSizeError, match="200 times as many"):
+        lay_out_image(read(tmp_path, "glm4v"), 2, 5000)
     with pytest.raises(ImageSizeError, match="too thin"):
         lay_out_image(read(tmp_path, "mistral3"), 1, 30000)
     with pytest.raises(ImageSizeError, match="has none"):
