@@ -355,6 +355,8 @@ class VisionShape:
     patch_numbers: int
     """Numbers of a layer's activations for each row: input and result, queries, keys and values, and a copy
     of the latter two; or what a convolution has of the row in float32."""
+    tower_rows: int
+    """Rows that the tower computes at once: of the largest tile or picture, at most `PICTURE_ROWS`."""
     slice_numbers: int
     """Numbers of a layer's activations that do not grow with the picture: norms and inner rows of a slice."""
     whole_rows: int = 0
@@ -371,10 +373,12 @@ class VisionShape:
 def vision_shape(vision: VisionConfig) -> VisionShape:
     tower, rules = vision.tower, vision.processor
     usual = lay_out_image(vision, USUAL_SIDE, USUAL_SIDE).num_rows
+    limits = (-(-rules.tile // rules.unit)) ** 2, rules.most // rules.unit**2
     return VisionShape(
         params=vision.num_params,
         row=vision.hidden_size * (1 + vision.deepstack_levels),
         patch_numbers=tower.merge**2 * (14 if tower.conv_layers else 7) * tower.hidden_size,
+        tower_rows=min(PICTURE_ROWS, max(limits) or PICTURE_ROWS),
         slice_numbers=SLICE_PATCHES * (2 * tower.hidden_size + 3 * tower.intermediate_size),
         whole_rows=max(usual, rules.most // rules.unit**2) if vision.is_bidirectional else 0,
         usual_rows=usual,

@@ -199,11 +199,10 @@ def llava(files: VisionFiles) -> VisionConfig:
     if kind == "pixtral":
         return pixtral(files)
     is_clip = kind == "clip_vision_model"
-    width, inner = (1024, 4096) if is_clip else (768, 3072)
-    layers, heads, patch = (24, 16, 14) if is_clip else (12, 12, 16)
-    sizes = sizes_of(fields, width=width, inner=inner, layers=layers, heads=heads, patch=patch)
+    patch = 32 if is_clip else 16
+    sizes = sizes_of(fields, width=768, inner=3072, layers=12, heads=12, patch=patch)
     layers = feature_layer(files, sizes["num_layers"], -2)
-    picture = side_of(fields, "image_size", 336 if is_clip else 224)
+    picture = side_of(fields, "image_size", 224)
     names = replace(siglip_names("vision_tower.", "", *LINEARS), post_norm="")
     if is_clip:
         at = "vision_tower."

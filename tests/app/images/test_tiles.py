@@ -15,6 +15,7 @@ from support.vision_models import TEXT, draw_picture, read_vision
 
 SIZES = [(1, 1), (30, 2000), (1023, 769), (97, 211), (640, 8), (336, 336), (260, 1301)]
 """Width and height."""
+CLIP_LARGE = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "mistral3": {
         "model": {"vision_config": {"patch_size": 14}, "spatial_merge_size": 2},
@@ -116,7 +117,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
     },
     "llava with CLIP": {
-        "model": {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}},
+        "model": {"model_type": "llava", "vision_config": CLIP_LARGE},
         "processor": {
             "image_processor_type": "CLIPImageProcessor",
             "size": {"shortest_edge": 336},
