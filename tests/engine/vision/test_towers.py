@@ -133,6 +133,8 @@ def is_vision(name: str) -> bool:
     [
         ("idefics3", torch.float32, 1e-4),
         ("qwen2_5_vl", torch.bfloat16, 0.1),
+        ("internvl", torch.bfloat16, 0.1),
+        ("llama4", torch.float32, 1e-4),
         ("lfm3_vl", torch.bfloat16, 0.3),  # twice as many layers
     ],
 )
