@@ -11,6 +11,7 @@ answer: {"tiles", "grid", "num_rows", "text", "hashes", "size"} with RGB pixels 
 import hashlib
 import io
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import lru_cache
@@ -27,8 +28,14 @@ from PIL import (
     WebPImagePlugin,
 )
 
-from llmbox.engine.model_config.vision.config import ImageLayout, VisionConfig
-from llmbox.engine.model_config.vision.shape import ImageSizeError, lay_out_image, tiles_of
+from llmbox.engine.model_config.vision.config import ImageLayout, ImageProcessorConfig, VisionConfig
+from llmbox.engine.model_config.vision.shape import (
+    ImageSizeError,
+    float32,
+    lay_out_image,
+    padded_canvas,
+    tiles_of,
+)
 
 from .worker import ATTACHED, run_worker
 
@@ -162,6 +169,10 @@ def make_tiles(picture: Image.Image, vision: VisionConfig, layout: ImageLayout) 
         if not rules.splits:
             return [whole]
         return [*_cut(whole, layout, rules.tile), _resize(whole, sizes[-1], rules.resample)]
+    if rules.kind == "padded_canvas":
+        return _padded_tiles(picture, vision, layout)
+    if rules.kind == "center_crop":
+        return [_center_crop(picture, rules)]
     if layout.tile_grid == (0, 0):
         return [_resize(picture, sizes[0], rules.resample)]
     rows, columns = layout.tile_grid
@@ -173,6 +184,41 @@ def make_tiles(picture: Image.Image, vision: VisionConfig, layout: ImageLayout) 
     tiles = _cut(whole, layout, rules.tile)
     thumbnail = len(sizes) > rows * columns
     return [*tiles, _resize(picture, sizes[-1], rules.resample)] if thumbnail else tiles
+
+
+def _padded_tiles(picture: Image.Image, vision: VisionConfig, layout: ImageLayout) -> list[Image.Image]:
+    """Return tiles of the picture in the corner of a black canvas, and the whole picture after several."""
+    rules = replace(vision.processor, splits=layout.tile_grid != (0, 0))
+    rows, columns = padded_canvas(rules, *picture.size)
+    size = _padded_size(picture, rows * rules.tile, columns * rules.tile, rules.tile)
+    canvas = Image.new("RGB", (columns * rules.tile, rows * rules.tile))
+    canvas.paste(_resize(picture, size, rules.resample))
+    if not rules.splits:
+        return [canvas]
+    return [*_cut(canvas, layout, rules.tile), _resize(picture, layout.tiles[-1], rules.resample)]
+
+
+def _padded_size(picture: Image.Image, tall: int, wide: int, tile: int) -> tuple[int, int]:
+    """Return (height, width) of a picture on a canvas of `tall` x `wide` pixels; none grows beyond a tile."""
+    width, height = picture.size
+    high, broad = min(max(height, tile), tall), min(max(width, tile), wide)
+    # Llama 4's processor computes in float32 where the canvas limits an edge.
+    of_height = float32 if tall < max(height, tile) else float
+    of_width = float32 if wide < max(width, tile) else float
+    down, across = of_height(high / height), of_width(broad / width)
+    both = float32 if float32 in (of_height, of_width) else float
+    if both(across) < both(down):
+        return max(1, min(math.floor(of_width(height * across)), high)), broad
+    return high, max(1, min(math.floor(of_height(width * down)), broad))
+
+
+def _center_crop(picture: Image.Image, rules: ImageProcessorConfig) -> Image.Image:
+    """Resize the shorter edge to the side of a tile, and cut the tile from the middle."""
+    side, shorter = rules.tile, min(picture.size)
+    width, height = (int(side * edge / shorter) for edge in picture.size)
+    resized = _resize(picture, (height, width), rules.resample)
+    left, top = (width - side) // 2, (height - side) // 2
+    return resized.crop((left, top, left + side, top + side))
 
 
 def _resize(picture: Image.Image, size: tuple[int, int], resample: int) -> Image.Image:

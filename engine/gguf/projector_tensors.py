@@ -102,7 +102,7 @@ def _layout(tower: TowerConfig, linear: str, kind: str) -> ProjectorLayout:
 def _tower_names(projector: GgufFile, tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     names = tower.names
     yield names.patch, ("v.patch_embd",)
-    yield names.table, ("v.position_embd.weight" if tower.table in {"axes", "places"} else "v.position_embd",)
+    yield names.table, ("v.position_embd.weight",)
     yield names.patch_norm, ("v.patch_norm.1",)
     yield names.embedded_norm, ("v.patch_norm.2",)
     yield names.pre_norm, ("v.patch_norm.3" if names.patch_norm else "v.pre_ln",)
@@ -160,7 +160,7 @@ def _projector_names(tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]
             theirs = ("", "mm.model.fc", "")
         case "llava":
             theirs = ("", "mm.1", "mm.2")
-        case "lfm2_vl":
+        case "pixel_shuffle_mlp":
             theirs = ("mm.input_norm", "mm.1", "mm.2")
         case _:
             yield "multi_modal_projector.patch_merger.merging_layer", ("mm.patch_merger",)

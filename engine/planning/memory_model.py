@@ -6,7 +6,7 @@ from llmbox.kernels.quant_formats import Quant
 
 from ..checkpoint.adapter import MAX_RANK
 from ..model_config.shape import DTYPE_BYTES, ModelShape, head_bytes, layers_bytes
-from ..model_config.vision.shape import KEPT_PICTURE_ROWS, PICTURE_ROWS
+from ..model_config.vision.shape import KEPT_PICTURE_ROWS
 
 MIB = 1 << 20
 
@@ -133,7 +133,7 @@ def workspace_bytes(
         runtime = CUDA_CONTEXT + _CUDA_LIBRARIES if is_alone else 0
     pictures = 0
     if shape.vision is not None:
-        numbers = PICTURE_ROWS * shape.vision.patch_numbers + shape.vision.slice_numbers
+        numbers = shape.vision.tower_rows * shape.vision.patch_numbers + shape.vision.slice_numbers
         pictures = numbers * size + image_cache_bytes(shape, dtype)
     return activations + scores + gathered + positions + logits + runtime + graphs_reserve(graphs) + pictures
 

@@ -6,7 +6,6 @@ of the tower in projectors, of the language model in their results.
 
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Final
 
@@ -59,24 +58,29 @@ class Mistral3Projector:
 
 
 class PixelShuffle:
-    """One or two linears over squares of patches (Idefics3, LFM2-VL), or over each (Pixtral 12B)."""
+    """One to three linears over squares of patches (Idefics3, LFM2-VL, InternVL, Llama 4), or over each
+    (LLaVA).
+    """
 
     def __init__(self, vision: VisionConfig, weights: TowerWeights) -> None:
         self.ops, self.tower, tower = weights.ops, vision.tower, vision.tower
-        merged, inner, bias = tower.hidden_size * tower.merge**2, tower.projector_size, tower.projector_bias
-        norm, first, second = tower.names.projector
+        width, bias = tower.hidden_size * tower.merge**2, tower.projector_bias
+        norm, *linears = tower.names.projector
         self.norm = None
         if norm and tower.projector_norm:
-            self.norm = TowerNorm(weights, norm, merged, tower.projector_eps, is_rms=False)
-        self.first = weights.linear((first,), inner or vision.hidden_size, merged, bias=bias)
-        self.second = weights.linear((second,), vision.hidden_size, inner, bias=bias) if second else None
+            self.norm = TowerNorm(weights, norm, width, tower.projector_eps, is_rms=False)
+        self.linears, names = [], [name for name in linears if name]
+        for number, name in enumerate(names, 1):
+            outputs = vision.hidden_size if number == len(names) else tower.projector_size
+            self.linears.append(weights.linear((name,), outputs, width, bias=bias))
+            width = outputs
 
     def __call__(self, x_PE: Tensor, grid: tuple[int, int], _level: int) -> Tensor:
         rows = merge_squares(x_PE, grid, self.tower.merge).flatten(1)
-        rows = self.ops.linear(self.first, rows if self.norm is None else self.norm(rows))
-        if self.second is None:
-            return rows
-        return self.ops.linear(self.second, activate(self.tower.projector_activation, rows))
+        rows = self.ops.linear(self.linears[0], rows if self.norm is None else self.norm(rows))
+        for linear in self.linears[1:]:
+            rows = self.ops.linear(linear, activate(self.tower.projector_activation, rows))
+        return rows
 
 
 class GemmaProjector:
@@ -139,7 +143,7 @@ class PatchMerger:
         return self.ops.linear(second, inner)
 
 
-class GlmOcrProjector:
+class GlmProjector:
     """Convolution over merged patches, a linear with a norm, and a gated MLP."""
 
     def __init__(self, vision: VisionConfig, weights: TowerWeights) -> None:
@@ -149,8 +153,9 @@ class GlmOcrProjector:
         self.first = weights.linear((first,), out, out, bias=False)
         self.norm = TowerNorm(weights, norm, out, tower.projector_eps, is_rms=False)
         ups = ("visual.merger.gate_proj", "visual.merger.up_proj")
-        self.up = weights.linear(ups, 3 * out, out, bias=False)
-        self.down = weights.linear(("visual.merger.down_proj",), out, 3 * out, bias=False)
+        inner = vision.tower.projector_size
+        self.up = weights.linear(ups, inner, out, bias=False)
+        self.down = weights.linear(("visual.merger.down_proj",), out, inner, bias=False)
 
     def __call__(self, x_PE: Tensor, _grid: tuple[int, int], _level: int) -> Tensor:
         ops, unit = self.ops, self.tower.merge**2
@@ -164,13 +169,14 @@ PROJECTORS: Final[dict[ProjectorKind, Callable[[VisionConfig, TowerWeights], Pro
     "mistral3": Mistral3Projector,
     "llava": PixelShuffle,
     "pixel_shuffle": PixelShuffle,
-    "lfm2_vl": PixelShuffle,
+    "pixel_shuffle_mlp": PixelShuffle,
+    "llama4": PixelShuffle,
     "gemma3": GemmaProjector,
     "gemma4": GemmaProjector,
     "gemma4_unified": GemmaProjector,
     "merger": PatchMerger,
     "lfm3_vl": PatchMerger,
-    "glm_ocr": GlmOcrProjector,
+    "glm": GlmProjector,
 }
 
 CPU = torch.device("cpu")
@@ -215,15 +221,11 @@ def load_vision_encoder(
 
 
 def flatten_kernels(entries: dict[str, TensorEntry], vision: VisionConfig) -> dict[str, TensorEntry]:
-    """Return the tensors of the vision part, kernels of convolutions as matrices and numbers as vectors: a
-    convolution whose stride is its size is a linear over patches.
+    """Return the tensors of the vision part in the shapes that `check_vision_tensors` compared, and numbers
+    as vectors: a convolution whose stride is its size is a linear over patches.
     """
     found = {}
     for name, shape in vision.tensors.items():
-        entry = entries[name]
-        if not shape:
-            entry = replace(entry, shape=(1,))
-        elif len(entry.shape) > len(shape):
-            entry = replace(entry, shape=(entry.shape[0], prod(entry.shape[1:])))
-        found[name.replace("_projection_weight", "_projection.weight")] = entry
+        stored = replace(entries[name], shape=shape or (1,))
+        found[name.replace("_projection_weight", "_projection.weight")] = stored
     return found

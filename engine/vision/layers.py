@@ -70,7 +70,9 @@ class TowerWeights:
         return self._source.packed(asked)
 
     def positions(self, tower: TowerConfig) -> Tensor | None:
-        """Return the table of learned positions; of columns and of rows [2, N, E] where each has its own."""
+        """Return the table of learned positions, with that of the class embedding; of columns and of rows
+        [2, N, E] where each has its own.
+        """
         if not tower.table:
             return None
         name, rows, hidden = tower.names.table, tower.table_rows, tower.hidden_size
@@ -78,7 +80,7 @@ class TowerWeights:
             return self.floats(name, 2, rows, hidden).to(self.dtype)
         if tower.table == "places":
             return self.floats(name, rows, 2, hidden).transpose(0, 1).contiguous().to(self.dtype)
-        return self.floats(f"{name}.weight", rows, hidden).to(self.dtype)
+        return self.floats(name, rows + bool(tower.names.class_embedding), hidden).to(self.dtype)
 
     def bounds(self, linear: str) -> tuple[float, ...]:
         """Return the bounds of a linear that clips, of inputs and of results. They may be infinite."""
@@ -108,6 +110,16 @@ class TowerNorm:
         if self._is_rms:
             return self._ops.rms_norm(x, self._weight, self._eps)
         return self._ops.layer_norm(x, None, self._weight, self._eps, self._bias)
+
+
+class LayerScale:
+    """Factors of a layer's result, one a column. The constructor reads them."""
+
+    def __init__(self, weights: TowerWeights, name: str, size: int) -> None:
+        self._factors_E = weights.vector(name, size)
+
+    def __call__(self, x_PE: Tensor) -> Tensor:
+        return x_PE * self._factors_E
 
 
 ACTIVATIONS: Final[dict[VisionActivation, Callable[[Tensor], Tensor]]] = {
@@ -202,7 +214,7 @@ class GridConv:
 
 
 class TowerLayer:
-    """Attention, or a convolution, and MLP with norms before them, and maybe after them."""
+    """Attention, or a convolution, and MLP with norms before them, and maybe norms or factors after them."""
 
     def __init__(self, tower: TowerConfig, weights: TowerWeights, *, has_conv: bool = False) -> None:
         self.tower, self.ops, names = tower, weights.ops, tower.names
@@ -212,7 +224,12 @@ class TowerLayer:
             return TowerNorm(weights, name, hidden, eps, is_rms=tower.is_rms) if name else None
 
         self.norm1, self.norm2 = norm(names.norm1), norm(names.norm2)
-        self.after_attention, self.after_mlp = norm(names.after_attention), norm(names.after_mlp)
+
+        def after(norm_name: str, factors: str) -> TowerNorm | LayerScale | None:
+            return LayerScale(weights, factors, hidden) if factors else norm(norm_name)
+
+        self.after_attention = after(names.after_attention, names.attention_scale)
+        self.after_mlp = after(names.after_mlp, names.mlp_scale)
         mlp, clips = tower.mlp_bias, tower.clips
         ups = [name for name in (names.gate, names.up) if name]
         self.up = TowerLinear(weights, ups, [inner] * len(ups), hidden, bias=mlp, clips=clips)
@@ -229,9 +246,13 @@ class TowerLayer:
             projections, outputs = [names.stacked], [sum(outputs)]
         order, bias, clips = _rotated_order(tower), tower.attention_bias, tower.clips
         self.qkv = TowerLinear(weights, projections, outputs, hidden, bias=bias, clips=clips, order=order)
+        bias = tower.has_output_bias
         self.output = TowerLinear(weights, [names.output], [hidden], hidden, bias=bias, clips=clips)
         self.norms_nD = None
-        if names.query_norm:
+        if names.query_norm and tower.wide_norms:
+            norms = (names.query_norm, names.key_norm)
+            self.norms_nD = torch.stack([weights.vector(f"{norm}.weight", hidden) for norm in norms])
+        elif names.query_norm:
             width, turn = tower.head_dim, None if order is None else list(order[: tower.head_dim])
             rows = [weights.vector(f"{name}.weight", width) for name in (names.query_norm, names.key_norm)]
             rows = rows if turn is None else [row[turn] for row in rows]
@@ -286,7 +307,8 @@ class TowerLayer:
         rows = self.qkv(x_PE).view(len(x_PE), -1, tower.head_dim)
         qk_PnD, v_PGD = rows[:, : heads + kv_heads], rows[:, heads + kv_heads :]
         if self.norms_nD is not None:
-            qk_PnD = ops.rms_norm(qk_PnD, self.norms_nD, tower.eps)
+            normed = ops.rms_norm(qk_PnD.reshape(-1, *self.norms_nD.shape), self.norms_nD, tower.eps)
+            qk_PnD = normed.view(qk_PnD.shape)
         if self.value_norm_HD is not None:
             v_PGD = ops.rms_norm(v_PGD, self.value_norm_HD, tower.eps)
         if layout.cos_PD is not None and layout.sin_PD is not None:
@@ -325,11 +347,16 @@ def _rotated_order(tower: TowerConfig) -> tuple[int, ...] | None:
     """Return the rows of query, key and value in the order that `Ops.rotary` wants: None as they are.
 
     Gemma 4 rotates the first half of a head by its column, the second by its row, each with halves of its
-    own.
+    own; Llama 4 neighboring numbers, the first half of them by its column.
     """
-    if tower.projector != "gemma4":
-        return None
     part = tower.head_dim // 4
-    head = [*range(2 * part, 3 * part), *range(part), *range(3 * part, 4 * part), *range(part, 2 * part)]
+    if tower.projector == "gemma4":
+        starts = (range(2 * part, 3 * part), range(part), range(3 * part, 4 * part), range(part, 2 * part))
+    elif tower.rope == "pairs":
+        half, width = 2 * part, 4 * part
+        starts = (range(half, width, 2), range(0, half, 2), range(half + 1, width, 2), range(1, half, 2))
+    else:
+        return None
+    head = [row for rows in starts for row in rows]
     rotated = [start * tower.head_dim + row for start in range(2 * tower.num_heads) for row in head]
     return (*rotated, *range(len(rotated), len(rotated) + tower.hidden_size))

@@ -30,6 +30,14 @@ class VisionTower:
         self._patch = weights.linear((names.patch,), tower.hidden_size, size, bias=tower.patch_bias)
         self._values_3C = _pixel_values(tower, processor).to(weights.dtype).to(self._device)
         self._table = weights.positions(tower)
+        self._class_1E = None
+        if names.class_embedding:
+            assert self._table is not None
+            token_E = weights.vector(names.class_embedding, tower.hidden_size)
+            rows, first = tower.table_rows, 0 if tower.class_is_last else 1
+            own = rows if tower.class_is_last else 0
+            self._class_1E = token_E + self._table[own : own + 1]
+            self._table = self._table[first : first + rows]
 
         def norm(name: str, width: int = tower.hidden_size) -> TowerNorm | None:
             return TowerNorm(weights, name, width, tower.eps, is_rms=tower.is_rms) if name else None
@@ -55,6 +63,8 @@ class VisionTower:
             x_PE = self._embedded_norm(x_PE)
         if self._table is not None:
             x_PE = x_PE + self._positions(places_P2, rows, columns)
+        if self._class_1E is not None:
+            x_PE = torch.cat([self._class_1E, x_PE])
         if self._pre_norm is not None:
             x_PE = self._pre_norm(x_PE)
         order_P, layout, windowed = self._layouts(places_P2, rows, columns)
@@ -71,6 +81,8 @@ class VisionTower:
             x_PE = x_PE[torch.argsort(order_P)]
         if self._post_norm is not None:
             x_PE = self._post_norm(x_PE)
+        if self._class_1E is not None:
+            x_PE = x_PE[1:]
         levels[0] = project(x_PE, grid, 0)
         return torch.stack([levels[level] for level in sorted(levels)])
 
@@ -114,8 +126,9 @@ class VisionTower:
                 return sized.reshape(tower.hidden_size, -1).T.to(self._dtype)
             case _:
                 found = torch.zeros(len(places_P2), tower.hidden_size, device=table.device)
-                for row_taps, row_weights in _taps(row_P, rows, side):
-                    for taps, weights in _taps(column_P, columns, side):
+                taps_of = _cubic_taps if tower.table == "bicubic" else _taps
+                for row_taps, row_weights in taps_of(row_P, rows, side):
+                    for taps, weights in taps_of(column_P, columns, side):
                         index, share_P1 = row_taps * side + taps, (row_weights * weights).unsqueeze(1)
                         found += table[self._put(index)].float() * self._put(share_P1)
                 return found.to(self._dtype)
@@ -127,12 +140,12 @@ class VisionTower:
         whole tile and of the others.
         """
         tower, device = self.tower, self._device
-        order_P, lens = None, [len(places_P2)]
+        order_P, lens = None, [len(places_P2) + (self._class_1E is not None)]
         windows = lens
         if tower.windows:
             order_P, windows = _windows(tower, rows, columns)
             places_P2 = places_P2[order_P]
-        cos_PD, sin_PD = _angles(tower, places_P2, device)
+        cos_PD, sin_PD = _angles(tower, places_P2, device, has_class=self._class_1E is not None)
 
         def layout(each: list[int]) -> PatchLayout:
             starts = torch.tensor([0, *each]).cumsum(0).int()
@@ -160,6 +173,9 @@ def _pixel_values(tower: TowerConfig, processor: ImageProcessorConfig) -> Tensor
     levels = torch.arange(256, dtype=torch.float64) * processor.rescale
     mean, std = (torch.tensor(each, dtype=torch.float64) for each in (processor.mean, processor.std))
     values = (levels - mean.unsqueeze(1)) / std.unsqueeze(1)
+    if tower.projector == "llama4":  # its processor computes in bfloat16
+        levels, mean, std = (each.bfloat16() for each in (levels / processor.rescale, mean, std))
+        values = (levels * processor.rescale - mean.unsqueeze(1)) / std.unsqueeze(1)
     return (2 * (values - 0.5) if tower.projector == "gemma4" else values).float()
 
 
@@ -188,8 +204,23 @@ def _taps(index_P: Tensor, count: int, side: int) -> list[tuple[Tensor, Tensor]]
     ]
 
 
+def _cubic_taps(index_P: Tensor, count: int, side: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the four rows of a table around each patch and their weights (cubic convolution, a = -0.75).
+    Edges are aligned, and rows beyond them are those at the edge.
+    """
+    source = (index_P.float() + 0.5) * side / count - 0.5
+    low = source.floor()
+    found = []
+    for step in (-1, 0, 1, 2):
+        far = (source - low - step).abs()
+        near = (1.25 * far - 2.25) * far * far + 1
+        outer = ((-0.75 * far + 3.75) * far - 6) * far + 3
+        found.append(((low.long() + step).clamp(0, side - 1), torch.where(far <= 1, near, outer)))
+    return found
+
+
 def _angles(
-    tower: TowerConfig, places_P2: Tensor, device: torch.device
+    tower: TowerConfig, places_P2: Tensor, device: torch.device, *, has_class: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the tables of `Ops.rotary` [P, D]: the first half of each is for rows, the rest for columns."""
     if not tower.rope:
@@ -200,6 +231,10 @@ def _angles(
     if tower.rope == "alternating":
         every = 1.0 / tower.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
         down, across = every[0::2], every[1::2]
+    if tower.rope == "pairs":
+        places_P2 = places_P2 + 1
+    if has_class:
+        places_P2 = torch_functional.pad(places_P2, (0, 0, 1, 0))
     row_P1, column_P1 = torch.split(places_P2.float(), 1, dim=1)
     half = torch.cat([row_P1 * down, column_P1 * across], dim=1)
     cos, sin = half.cos(), half.sin()

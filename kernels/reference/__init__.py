@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from ..ops import Ops
-from .altup import ALTUP
 from .attention import attention, build_attention_metadata, write_kv
 from .elementwise import (
+    ALTUP,
     add_rms_norm,
     concat,
     embedding,

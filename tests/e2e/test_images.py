@@ -85,6 +85,26 @@ def test_a_picture_changes_the_answer_and_is_counted(client):
     assert seen.usage.prompt_tokens > blind.usage.prompt_tokens + 10
 
 
+@pytest.mark.parametrize(
+    ("kind", "size", "more"),
+    [
+        ("internvl", (90, 60), 7 * 9 + 3),  # six tiles and the whole; a newline after the marks
+        ("glm4v", (60, 50), 20 + 2),
+        ("llama4", (60, 50), 5 * 9 + 3 + 4),  # separators behind tiles
+        ("llava_clip", (60, 50), 36),
+    ],
+)
+def test_other_families_see_a_picture(server, client, tmp_path, kind, size, more):
+    options = {"device": "cpu", "threads": 1, "memory_bytes": 256 << 20, "context": 512}
+    server.load(make_seeing_chat_model(tmp_path, kind), kind, dtype="float32", **options)
+    seen, blind = ask(client, parts(encoded(draw_picture(*size))), kind), ask(client, QUESTION, kind)
+    assert seen.choices[0].message.content != blind.choices[0].message.content
+    assert seen.usage.prompt_tokens == blind.usage.prompt_tokens + more
+    again = ask(client, parts(encoded(draw_picture(*size))), kind)
+    assert again.choices[0].message.content == seen.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens >= 16
+
+
 def test_a_second_question_about_a_picture_finds_it_in_the_cache(client):
     image = encoded(draw_picture(90, 90))
     first = ask(client, parts(image))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from llmbox.kernels.op_types import AltUpOps
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.reference.altup import ALTUP
+from llmbox.kernels.reference.elementwise import ALTUP
 
 STREAMS = 3
 

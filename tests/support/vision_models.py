@@ -38,6 +38,7 @@ PIXTRAL: dict[str, Any] = {
     "image_size": 96,
 }
 SIGLIP = PIXTRAL | {"patch_size": 8, "image_size": 48, "num_patches": 36}
+INTERN_VIT = PIXTRAL | {"patch_size": [8, 8], "image_size": [48, 48]}
 QWEN: dict[str, Any] = {
     "hidden_size": 48,
     "out_hidden_size": 64,
@@ -47,6 +48,7 @@ QWEN: dict[str, Any] = {
     "patch_size": 6,
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+HALF_MROPE = MROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
 DELTA: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
@@ -289,7 +291,65 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "size": {"shortest_edge": 500, "longest_edge": 12000},
         },
     ),
+    "glm4v": (
+        "Glm4vForConditionalGeneration",
+        {
+            "text_config": TEXT | {"rope_parameters": HALF_MROPE},
+            "vision_config": QWEN | {"image_size": 42, "attention_bias": True},
+            "image_token_id": 10,
+        },
+        {
+            "image_processor_type": "Glm4vImageProcessor",
+            "patch_size": 6,
+            "size": {"shortest_edge": 500, "longest_edge": 12000},
+        },
+    ),
+    "internvl": (
+        "InternVLForConditionalGeneration",
+        {
+            "text_config": TEXT | {"model_type": "qwen3"},
+            "vision_config": INTERN_VIT | {"attention_bias": True},
+            "image_token_id": 10,
+            "tie_word_embeddings": False,
+        },
+        {
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 48, "width": 48},
+            "max_patches": 6,
+        },
+    ),
 }
+MODELS["llama4"] = (
+    "Llama4ForConditionalGeneration",
+    {
+        "text_config": TEXT
+        | {"intermediate_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 2, "moe_layers": []},
+        "vision_config": PIXTRAL
+        | {"patch_size": 8, "image_size": 48, "intermediate_size": 192, "vision_output_dim": 40}
+        | {"projector_input_dim": 40, "projector_output_dim": 40},
+        "image_token_id": 10,
+    },
+    {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 48, "width": 48}, "max_patches": 6},
+)
+MODELS["llava_clip"] = (
+    "LlavaForConditionalGeneration",
+    {
+        "text_config": TEXT | {"model_type": "llama"},
+        "vision_config": SIGLIP | {"model_type": "clip_vision_model"},
+        "image_token_index": 10,
+    },
+    {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 48},
+        "crop_size": {"height": 48, "width": 48},
+    },
+)
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MODELS["glm4v_moe"] = (
+    "Glm4vMoeForConditionalGeneration",
+    MODELS["glm4v"][1] | {"text_config": TEXT | _EXPERTS | {"rope_parameters": HALF_MROPE}},
+    MODELS["glm4v"][2],
+)
 """Class in transformers, values of its config, and preprocessor_config.json."""
 
 
@@ -344,17 +404,20 @@ def prepare(
 
 
 def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image.Image]) -> dict[str, Any]:
-    """Return what transformers' processor gives the model. Those of LFM2-VL and of Gemma 4 12B need
+    """Return what transformers' processor gives the model. Those of LFM2-VL, Llama 4 and Gemma 4 12B need
     torchvision: their models get our tiles.
     """
     from transformers import AutoImageProcessor
 
     if vision.tower.projector == "gemma4_unified":
         return _unified_inputs(vision, pictures)
+    if vision.tower.projector == "llama4":
+        return {"pixel_values": torch.cat([_llama4_tiles(vision, picture) for picture in pictures])}
     if vision.processor.kind != "lfm2":
         nested = [pictures] if vision.processor.kind == "tiles" else pictures
-        inputs = AutoImageProcessor.from_pretrained(directory)(images=nested, return_tensors="pt")
-        counts = {"rows", "cols", "num_crops", "num_soft_tokens_per_image"}
+        options = {"crop_to_patches": True} if vision.processor.kind == "canvas" else {}
+        inputs = AutoImageProcessor.from_pretrained(directory)(images=nested, return_tensors="pt", **options)
+        counts = {"rows", "cols", "num_crops", "num_soft_tokens_per_image", "num_patches"}
         return {key: value for key, value in inputs.items() if key not in counts}
     side, tiles, shapes = vision.tower.patch_size, [], []
     for picture in pictures:
@@ -374,6 +437,12 @@ def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image
         "pixel_attention_mask": torch.stack([(torch.arange(longest) < len(tile)).int() for tile in tiles]),
         "spatial_shapes": torch.tensor(shapes),
     }
+
+
+def _llama4_tiles(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:
+    layout, image = prepare(vision, picture)
+    pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(-1, *layout.tiles[0], 3)
+    return ((pixels.permute(0, 3, 1, 2).bfloat16() * (1 / 255) - 0.5) / 0.5).float()
 
 
 def _unified_inputs(vision: VisionConfig, pictures: list[Image.Image]) -> dict[str, Any]:
@@ -399,6 +468,17 @@ def _unified_inputs(vision: VisionConfig, pictures: list[Image.Image]) -> dict[s
     }
 
 
+SEPARATORS = ("<|tile_x_separator|>", "<|tile_y_separator|>")
+SEEING_MARKS = {
+    "qwen3_vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    "glm4v": ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
+    "internvl": ("<img>", "<IMG_CONTEXT>", "</img>"),
+    "llama4": ("<|image_start|>", "<|patch|>", "<|image_end|>", "<|image|>", *SEPARATORS),
+    "llava_clip": ("", "<image>", ""),
+}
+"""Special tokens before, for and after the rows of a picture, and others."""
+WRITTEN = {"internvl": "<IMG_CONTEXT>\\n", "llama4": "<|image|>"}
+"""What published templates write for a picture, where it is not the first three of these."""
 SEEING_TEMPLATE = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
     "{%- if m.content is string %}{{- m.content }}{%- else %}{%- for part in m.content %}"
@@ -408,21 +488,21 @@ SEEING_TEMPLATE = (
 )
 
 
-def make_seeing_chat_model(directory: Path) -> Path:
-    """Write a Qwen3-VL with a tokenizer and a chat template that has places for pictures."""
+def make_seeing_chat_model(directory: Path, kind: str = "qwen3_vl") -> Path:
+    """Write a model with a tokenizer and a chat template that has places for pictures."""
     directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    marks = SEEING_MARKS[kind]
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks if mark])
     tokenizer.save(str(directory / "tokenizer.json"))
-    text = TEXT | {"rope_parameters": MROPE | {"mrope_interleaved": True}}
-    text |= {"vocab_size": tokenizer.get_vocab_size()}
-    make_vision_model(
-        directory, "qwen3_vl", text_config=text, image_token_id=tokenizer.token_to_id("<|image_pad|>")
-    )
+    text = MODELS[kind][1]["text_config"] | {"vocab_size": tokenizer.get_vocab_size()}
+    key = "image_token_index" if kind == "llava_clip" else "image_token_id"
+    image = {key: tokenizer.token_to_id(marks[1])}
+    make_vision_model(directory, kind, text_config=text, **image)
     config = json.loads((directory / "tokenizer_config.json").read_text())
-    write_json(directory / "tokenizer_config.json", config | {"chat_template": SEEING_TEMPLATE})
+    template = SEEING_TEMPLATE.replace("".join(SEEING_MARKS["qwen3_vl"]), WRITTEN.get(kind, "".join(marks)))
+    write_json(directory / "tokenizer_config.json", config | {"chat_template": template})
     return directory
 
 

@@ -9,17 +9,22 @@ from typing import Any, Final, Literal, get_args
 from ..fields import MAX_LAYERS, MAX_WIDTH, Fields, show
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
-PositionTable = Literal["", "whole", "buckets", "bilinear", "antialiased", "axes", "places"]
+PositionTable = Literal["", "whole", "buckets", "bilinear", "bicubic", "antialiased", "axes", "places"]
 """Learned positions of patches: none; a row for each patch; a square of rows, of which each patch takes the
-one at its fraction of the image, or a bilinear mean, or one with antialiasing; or a row for its column and
-one for its row, from two tables, stored one after the other or side by side."""
-VisionRope = Literal["", "axial", "alternating"]
-"""RoPE of rows and columns: none; the first half of the frequencies for rows; every other one."""
+one at its fraction of the image, or a bilinear or bicubic mean, or one with antialiasing; or a row for its
+column and one for its row, from two tables, stored one after the other or side by side."""
+VisionRope = Literal["", "axial", "alternating", "pairs"]
+"""RoPE of rows and columns: none; the first half of the frequencies for rows; every other one; those of
+neighboring numbers, the first half for columns, counted from 1 as the class embedding has position 0.
+"""
 ProjectorKind = Literal[
-    "mistral3", "llava", "pixel_shuffle", "gemma3", "lfm2_vl", "merger", "lfm3_vl", "glm_ocr",
+    "mistral3", "llava", "pixel_shuffle", "pixel_shuffle_mlp", "llama4", "gemma3", "merger", "lfm3_vl", "glm",
     "gemma4", "gemma4_unified",
 ]  # fmt: skip
-ResizeKind = Literal["longest_edge", "tiles", "square", "pixels", "glm", "lfm2", "gemma4"]
+ResizeKind = Literal[
+    "longest_edge", "tiles", "canvas", "padded_canvas", "square", "center_crop", "pixels", "glm", "lfm2",
+    "gemma4",
+]  # fmt: skip
 """Rule for the size of an image (`shape.py`)."""
 
 
@@ -35,7 +40,10 @@ class TowerNames:
     patch_norm: str = ""
     embedded_norm: str = ""
     """Norms before and after `patch`, where there are such."""
+    class_embedding: str = ""
+    """Embedding of a row before the patches, which the projector leaves out (CLS)."""
     table: str = ""
+    """Whole name of the learned positions."""
     pre_norm: str = ""
     post_norm: str = ""
     norm1: str = "norm1"
@@ -43,6 +51,9 @@ class TowerNames:
     after_attention: str = ""
     after_mlp: str = ""
     """Norms of the results of attention and MLP, where there are such."""
+    attention_scale: str = ""
+    mlp_scale: str = ""
+    """Factors of the results of attention and MLP (LayerScale), where there are such."""
     query: str = "attn.q"
     key: str = "attn.k"
     value: str = "attn.v"
@@ -57,7 +68,8 @@ class TowerNames:
     conv: str = ""
     """Module of a layer with `in_proj`, `spatial_conv` and `out_proj` in place of attention."""
     projector: tuple[str, ...]
-    """Norm, first and second linear of the projector, from the top; empty where there is none."""
+    """Norm, first and second linear of the projector, from the top; empty where there is none. A third linear
+    may follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +96,19 @@ class TowerConfig:
     is_rms: bool = False
     """True for RMS norms, False for LayerNorms with biases."""
     attention_bias: bool = True
+    output_bias: bool | None = None
+    """Bias of the linear after attention; None: as `attention_bias`."""
+    wide_norms: bool = False
+    """True if queries and keys are normalized over all heads together, not each by itself."""
     mlp_bias: bool = True
     patch_bias: bool = True
     scales_queries: bool = True
     """False if attention's scores are not divided by the root of `head_dim`."""
     table: PositionTable = ""
     table_rows: int = 0
+    """Learned positions, beside that of the class embedding."""
+    class_is_last: bool = False
+    """True if the class embedding has the last position of the table, not the first."""
     rope: VisionRope = ""
     rope_theta: float = 10000.0
     windows: int = 0
@@ -119,7 +138,11 @@ class TowerConfig:
     @property
     def by_merge(self) -> bool:
         """True if patches that are merged stand next to each other."""
-        return self.projector in {"merger", "lfm3_vl", "glm_ocr"}
+        return self.projector in {"merger", "lfm3_vl", "glm"}
+
+    @property
+    def has_output_bias(self) -> bool:
+        return self.attention_bias if self.output_bias is None else self.output_bias
 
     @property
     def head_counts(self) -> tuple[int, int, int]:
@@ -172,8 +195,10 @@ class VisionConfig:
     image_text: str
     """Text of `image_token_id`."""
     start: str = ""
+    line_end: str = ""
     end: str = ""
-    """Texts before and after the image tokens of an image, where the chat template does not write them."""
+    """Texts before the image tokens of an image, between its lines and after it, where the chat template
+    does not write them."""
     hidden_size: int
     """Width of an embedding, that of the language model."""
     pad_id: int = 0
@@ -365,14 +390,3 @@ def token_id(files: VisionFiles, default: int, *keys: str) -> int:
         if files.model.raw.get(key) is not None:
             return files.model.integer(key)
     return default
-
-
-def feature_layer(files: VisionFiles, count: int) -> int:
-    """Return how many layers are run for the states that the projector reads."""
-    key = "vision_feature_layer"
-    value = files.model.raw.get(key, -1)
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if not isinstance(value, int) or isinstance(value, bool) or not -count <= value <= count:
-        raise files.model.error(f"{key} {show(value)} is not supported, only one of {count} layers")
-    return value if value >= 0 else count + 1 + value

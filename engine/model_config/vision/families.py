@@ -14,9 +14,10 @@ from ...checkpoint.safetensors import TensorEntry, shown
 from ...errors import ModelError
 from ..fields import Fields, text_fields
 from .config import TowerConfig, VisionConfig, VisionFiles, VisionRule
-from .qwen import glm_ocr, lfm3_vl, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from .qwen import glm4v, glm_ocr, lfm3_vl, mistral3, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from .shape import NO_TOWER
-from .siglip import gemma3, gemma4, gemma4_unified, idefics3, lfm2_vl, llava, mistral3
+from .siglip import gemma3, gemma4, gemma4_unified, idefics3, lfm2_vl
+from .vit import internvl, llama4, llava
 
 VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "mistral3": mistral3,
@@ -35,6 +36,11 @@ VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "lfm2_vl": lfm2_vl,
     "lfm3_vl": lfm3_vl,
     "glm_ocr": glm_ocr,
+    "glm4v": glm4v,
+    "glm4v_moe": glm4v,
+    "glm46v": glm4v,
+    "internvl": internvl,
+    "llama4": llama4,
 }
 _NESTED: Final = "image_processor"
 """Key of processor_config.json with what preprocessor_config.json has alone."""
@@ -147,14 +153,18 @@ def check_vision_tensors(
                 "its text alone"
             )
         refuse_undeclared(entry)
-        stored = entry.shape
-        if len(stored) > 2 and len(shape) == 2:
-            stored = (stored[0], prod(stored[1:]))
-        if stored != shape:
+        if _flat(entry.shape, len(shape)) != shape:
             raise ModelError(
                 f"{entry.file}: tensor {shown(entry.name)} has shape {list(entry.shape)}, config.json asks "
                 f"for {list(shape)}: config and weights do not belong to the same model"
             )
+
+
+def _flat(stored: tuple[int, ...], dims: int) -> tuple[int, ...]:
+    """Return a shape without ones before it, and with a kernel's inputs as one number, in so many dims."""
+    while len(stored) > dims and stored[0] == 1:
+        stored = stored[1:]
+    return (stored[0], prod(stored[1:])) if len(stored) > dims == 2 else stored
 
 
 def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> Tensors:
@@ -176,12 +186,12 @@ def _tower_tensors(tower: TowerConfig) -> Tensors:
     for norm, size in ((names.patch_norm, patch), (names.embedded_norm, hidden)):
         if norm:
             yield from _norm(norm, size, is_rms=rms)
-    if tower.table == "places":
-        yield names.table, (tower.table_rows, 2, hidden)
-    elif tower.table == "axes":
-        yield names.table, (2, tower.table_rows, hidden)
-    elif tower.table:
-        yield f"{names.table}.weight", (tower.table_rows, hidden)
+    if names.class_embedding:
+        yield names.class_embedding, (hidden,)
+    if tower.table:
+        rows = tower.table_rows
+        pairs = {"places": (rows, 2, hidden), "axes": (2, rows, hidden)}
+        yield names.table, pairs.get(tower.table, (rows + bool(names.class_embedding), hidden))
     if names.pre_norm:
         yield from _norm(names.pre_norm, hidden, is_rms=rms)
     for number in range(tower.num_layers):
@@ -189,10 +199,13 @@ def _tower_tensors(tower: TowerConfig) -> Tensors:
         for norm in (names.norm1, names.norm2, names.after_attention, names.after_mlp):
             if norm:
                 yield from _norm(at + norm, hidden, is_rms=rms)
+        for factor in (names.attention_scale, names.mlp_scale):
+            if factor:
+                yield at + factor, (hidden,)
         yield from _layer_linears(tower, at, has_conv=number in tower.conv_layers)
         for norm in (names.query_norm, names.key_norm):
             if norm and number not in tower.conv_layers:
-                yield f"{at}{norm}.weight", (tower.head_dim,)
+                yield f"{at}{norm}.weight", (hidden if tower.wide_norms else tower.head_dim,)
     if names.post_norm and tower.num_layers == tower.stored_layers:
         yield from _norm(names.post_norm, hidden, is_rms=rms)
 
@@ -212,7 +225,7 @@ def _layer_linears(tower: TowerConfig, at: str, *, has_conv: bool) -> Tensors:
             attention = [names.query, names.key, names.value]
         for name, heads in zip(attention, tower.head_counts, strict=False):
             yield from _linear(at + name, heads * tower.head_dim, hidden, bias=tower.attention_bias)
-        yield from _linear(at + names.output, hidden, hidden, bias=tower.attention_bias)
+        yield from _linear(at + names.output, hidden, hidden, bias=tower.has_output_bias)
     ups = [name for name in (names.gate, names.up) if name]
     for name in ups:
         yield from _linear(at + name, inner, hidden, bias=tower.mlp_bias)
@@ -225,7 +238,7 @@ def _layer_linears(tower: TowerConfig, at: str, *, has_conv: bool) -> Tensors:
 
 def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
     hidden, merged, inner = tower.hidden_size, tower.hidden_size * tower.merge**2, tower.projector_size
-    norm, first, second = tower.names.projector
+    norm, first, second = tower.names.projector[:3]
     bias = tower.projector_bias
     match tower.projector:
         case "mistral3":
@@ -241,11 +254,15 @@ def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
         case "gemma3":
             yield from _norm(norm, hidden, is_rms=True)
             yield f"{first}_weight", (hidden, out)
-        case "lfm2_vl":
+        case "pixel_shuffle_mlp":
             if tower.projector_norm:
                 yield from _norm(norm, merged, is_rms=False)
             yield from _linear(first, inner, merged, bias=bias)
             yield from _linear(second, out, inner, bias=bias)
+        case "llama4":
+            yield from _linear(first, inner, merged, bias=False)
+            yield from _linear(second, inner, inner, bias=False)
+            yield from _linear(tower.names.projector[3], out, inner, bias=False)
         case "merger":
             yield from _norm(norm, hidden, is_rms=tower.is_rms)
             yield from _linear(first, merged, merged, bias=True)
@@ -259,13 +276,13 @@ def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
             yield from _norm(norm, hidden, is_rms=False)
             yield from _linear(first, inner, merged, bias=bias)
             yield from _linear(second, out, inner, bias=bias)
-        case "glm_ocr":
+        case "glm":
             yield from _linear(second, out, merged, bias=True)
             yield from _linear(first, out, out, bias=False)
             yield from _norm(norm, out, is_rms=False)
             for name in ("gate_proj", "up_proj"):
-                yield from _linear(f"visual.merger.{name}", 3 * out, out, bias=False)
-            yield from _linear("visual.merger.down_proj", out, 3 * out, bias=False)
+                yield from _linear(f"visual.merger.{name}", inner, out, bias=False)
+            yield from _linear("visual.merger.down_proj", out, inner, bias=False)
         case "gemma4" | "gemma4_unified":
             yield from _linear(first, out, hidden, bias=False)
             if tower.standardizes:

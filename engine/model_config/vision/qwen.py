@@ -1,6 +1,7 @@
-"""Families whose towers merge squares of patches: Qwen's, from 2-VL on, GLM-OCR and LFM3-VL."""
+"""Families whose towers read a picture as one grid of patches: Qwen's, GLM's, LFM3-VL, Pixtral's."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from ..fields import MAX_WIDTH, Fields, show
@@ -30,6 +31,7 @@ _QWEN_NAMES: Final = {
     "stacked": "attn.qkv",
 }
 _MERGER: Final = tuple(f"visual.merger.{name}" for name in ("ln_q", "mlp.0", "mlp.2"))
+_PROJECTOR: Final = tuple(f"multi_modal_projector.{name}" for name in ("norm", "linear_1", "linear_2"))
 _GATED: Final = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
 _DEPTH: Final = ("depth", "num_heads")
 
@@ -70,7 +72,7 @@ def _qwen(
     if most < max(least, unit**2):
         raise rules.error(f"at most {most} pixels an image are fewer than {max(least, unit**2)}")
     processor = ImageProcessorConfig(
-        kind="glm" if tower.projector == "glm_ocr" else "pixels",
+        kind="glm" if tower.projector == "glm" else "pixels",
         unit=unit,
         least=least,
         most=most,
@@ -157,7 +159,7 @@ def _qwen3(files: VisionFiles, family: str, sections: tuple[int, ...], token: in
         **sizes,
         names=TowerNames(
             **_QWEN_NAMES,
-            table="visual.pos_embed",
+            table="visual.pos_embed.weight",
             up="mlp.linear_fc1",
             down="mlp.linear_fc2",
             projector=tuple(f"visual.merger.{name}" for name in ("norm", "linear_fc1", "linear_fc2")),
@@ -176,37 +178,60 @@ def _qwen3(files: VisionFiles, family: str, sections: tuple[int, ...], token: in
     return _qwen(files, family, tower, mrope, (token, 65536, 16777216))
 
 
+_GLM_MERGER: Final = ("visual.merger.post_projection_norm", "visual.merger.proj", "visual.downsample")
+
+
 def glm_ocr(files: VisionFiles) -> VisionConfig:
+    bias = files.tower.flag("attention_bias", default=True)
+    sizes = sizes_of(files.tower, width=1024, inner=4096, layers=24, keys=("hidden_size", *_DEPTH))
+    norms = {"query_norm": "attn.q_norm", "key_norm": "attn.k_norm"}
+    own = {"attention_bias": bias, "mlp_bias": bias, "projector_size": 3 * files.hidden_size}
+    return _glm(files, "GLM-OCR", 59280, norms, **sizes, **own)
+
+
+def glm4v(files: VisionFiles) -> VisionConfig:
+    """Read GLM-4.1V and later: layers are as wide inside as the language model, the merger as files say."""
     fields = files.tower
-    sizes = sizes_of(fields, width=1024, inner=4096, layers=24, keys=("hidden_size", *_DEPTH))
-    bias = fields.flag("attention_bias", default=True)
-    names = TowerNames(
-        **_QWEN_NAMES,
-        **_GATED,
-        post_norm="visual.post_layernorm",
-        query_norm="attn.q_norm",
-        key_norm="attn.k_norm",
-        projector=("visual.merger.post_projection_norm", "visual.merger.proj", "visual.downsample"),
-    )
+    sizes = sizes_of(fields, width=1536, inner=13696, layers=24, heads=12, keys=("hidden_size", *_DEPTH))
+    names = {"embedded_norm": "visual.post_conv_layernorm"}
+    names["table"] = "visual.embeddings.position_embedding.weight"
+    own = {
+        "projector_size": sizes.pop("intermediate_size"),
+        "intermediate_size": files.hidden_size,
+        "attention_bias": fields.flag("attention_bias", default=False),
+        "output_bias": False,
+        "mlp_bias": False,
+        "table": "bicubic",
+        "table_rows": (side_of(fields, "image_size", 336) // sizes["patch_size"]) ** 2,
+    }
+    token = 151363 if files.model.raw.get("model_type") == "glm4v_moe" else 151343
+    return _glm(files, "GLM-4V", token, names, **sizes, **own)
+
+
+def _glm(
+    files: VisionFiles, family: str, token: int, names: Mapping[str, str], **options: Any
+) -> VisionConfig:
+    fields = files.tower
+    activation = activation_of(fields, "silu")
     tower = TowerConfig(
-        **sizes,
-        names=names,
-        frames=fields.integer("temporal_patch_size", 2, most=16),
-        activation=activation_of(fields, "silu"),
+        **options,
+        names=TowerNames(
+            **_QWEN_NAMES, **_GATED, **names, post_norm="visual.post_layernorm", projector=_GLM_MERGER
+        ),
+        frames=side_of(fields, "temporal_patch_size", 2),
+        activation=activation,
         eps=fields.number("rms_norm_eps", 1e-5),
         is_rms=True,
-        attention_bias=bias,
-        mlp_bias=bias,
         rope="axial",
         rope_theta=rope_theta(fields),
         merge=fields.integer("spatial_merge_size", 2, most=64),
-        projector="glm_ocr",
+        projector="glm",
         projector_eps=1e-5,
-        projector_activation=activation_of(fields, "silu"),
+        projector_activation=activation,
     )
-    mrope = mrope_of(files, (8, 12, 12), interleaved=False)
-    mrope["mrope_interleaved"] = False
-    return _qwen(files, "GLM-OCR", tower, mrope, (59280, 112 * 112, 28 * 28 * 15000), "<|image|>")
+    mrope = mrope_of(files, (8, 12, 12), interleaved=False) | {"mrope_interleaved": False}
+    mark = token_text(files, "image_token", "<|image|>")
+    return _qwen(files, family, tower, mrope, (token, 112 * 112, 28 * 28 * 15000), mark)
 
 
 def lfm3_vl(files: VisionFiles) -> VisionConfig:
@@ -266,3 +291,92 @@ def lfm3_vl(files: VisionFiles) -> VisionConfig:
     )
     mark = token_text(files, "image_token", "<|image_pad|>")
     return _qwen(files, "LFM3-VL", tower, {}, (125030, 56 * 56, 28 * 28 * 1280), mark)
+
+
+def mistral3(files: VisionFiles) -> VisionConfig:
+    fields, model = files.tower, files.model
+    sizes = sizes_of(fields, width=1024, inner=4096, layers=24, patch=16)
+    merge = model.integer("spatial_merge_size", 2, most=64)
+    tower = TowerConfig(
+        **sizes | {"num_layers": feature_layer(files, sizes["num_layers"])},
+        names=TowerNames(
+            patch="vision_tower.patch_conv",
+            layers="vision_tower.transformer.layers",
+            pre_norm="vision_tower.ln_pre",
+            norm1="attention_norm",
+            norm2="ffn_norm",
+            query="attention.q_proj",
+            key="attention.k_proj",
+            value="attention.v_proj",
+            output="attention.o_proj",
+            gate="feed_forward.gate_proj",
+            up="feed_forward.up_proj",
+            down="feed_forward.down_proj",
+            projector=_PROJECTOR,
+        ),
+        activation=activation_of(fields, "gelu"),
+        eps=1e-5,
+        is_rms=True,
+        attention_bias=False,
+        mlp_bias=False,
+        patch_bias=False,
+        rope="alternating",
+        rope_theta=rope_theta(fields),
+        merge=merge,
+        projector="mistral3",
+        projector_size=files.hidden_size,
+        projector_bias=model.flag("multimodal_projector_bias", default=False),
+        projector_eps=files.text.number("rms_norm_eps", 1e-6),
+        projector_activation=activation_of(model, "gelu", "projector_hidden_act"),
+    )
+    longest = size_of(files.processor, "size", ("longest_edge", "height"), 1540, MAX_SIDE)
+    processor = ImageProcessorConfig(
+        kind="longest_edge",
+        unit=tower.patch_size * merge,
+        longest=longest,
+        **pixels_of(files, CLIP_MEAN, CLIP_STD, 3),
+    )
+    return VisionConfig(
+        family="Mistral 3",
+        image_token_id=token_id(files, 10, "image_token_index", "image_token_id"),
+        placeholder="[IMG]",
+        image_text="[IMG]",
+        line_end="[IMG_BREAK]",
+        end="[IMG_END]",
+        hidden_size=files.hidden_size,
+        tower=tower,
+        processor=processor,
+    )
+
+
+def pixtral(files: VisionFiles) -> VisionConfig:
+    """Read Pixtral 12B as it was first published: the tower of Mistral 3, and each patch is an embedding."""
+    model = files.model
+    raw = {
+        "vision_feature_layer": -2,
+        "multimodal_projector_bias": True,
+        **model.raw,
+        "spatial_merge_size": 1,
+    }
+    rules = {"size": {"longest_edge": 1024}, **files.processor.raw}
+    found = mistral3(
+        replace(
+            files,
+            model=Fields(raw | {"spatial_merge_size": 1}, model.where),
+            processor=Fields(rules, files.processor.where),
+        )
+    )
+    names = replace(found.tower.names, projector=("", *_PROJECTOR[1:]))
+    tower = replace(found.tower, names=names, projector="llava", projector_norm=False)
+    return replace(found, family="Pixtral", tower=tower)
+
+
+def feature_layer(files: VisionFiles, count: int, default: int = -1) -> int:
+    """Return how many layers are run for the states that the projector reads. `default`: as in files."""
+    key = "vision_feature_layer"
+    value = files.model.raw.get(key, default)
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, int) or isinstance(value, bool) or not -count <= value <= count:
+        raise files.model.error(f"{key} {show(value)} is not supported, only one of {count} layers")
+    return value if value >= 0 else count + 1 + value

@@ -6,6 +6,7 @@ trained with.
 """
 
 import math
+import struct
 from dataclasses import dataclass, replace
 
 from .config import ImageLayout, ImageProcessorConfig, VisionConfig
@@ -39,16 +40,15 @@ def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: 
         return _idefics3_layout(vision, *tiles_of(processor, width, height)[1:])
     if processor.kind == "lfm2":
         return _lfm2_layout(vision, width, height)
+    if processor.kind == "canvas":
+        return _canvas_layout(vision, width, height)
+    if processor.kind == "padded_canvas":
+        return _padded_canvas_layout(vision, width, height)
     tall, wide = resized(processor, width, height)
     rows, columns = tall // side, wide // side
-    token = vision.image_text
-    if vision.tower.projector in {"mistral3", "llava"}:
-        lines = [token * columns] * rows
-        text = "[IMG_BREAK]".join(lines) + "[IMG_END]"
-    else:
-        text = vision.start + token * (rows * columns) + vision.end
-        if (crops := crops_of(processor, width, height)) != (0, 0):
-            return _crops_layout(text, (tall, wide), (rows, columns), crops)
+    text = vision.start + vision.line_end.join([vision.image_text * columns] * rows) + vision.end
+    if (crops := crops_of(processor, width, height)) != (0, 0):
+        return _crops_layout(text, (tall, wide), (rows, columns), crops)
     return ImageLayout(tiles=((tall, wide),), num_rows=rows * columns, text=text, grid=(rows, columns))
 
 
@@ -67,6 +67,9 @@ def resized(processor: ImageProcessorConfig, width: int, height: int) -> tuple[i
     """Return (height, width) of the whole image after its resize. Raises ImageSizeError."""
     match processor.kind:
         case "square":
+            return processor.tile, processor.tile
+        case "center_crop":
+            _refuse_ratio(width, height)
             return processor.tile, processor.tile
         case "longest_edge":
             return _longest_edge_size(processor, width, height)
@@ -229,29 +232,42 @@ def _idefics3_layout(vision: VisionConfig, rows: int, columns: int) -> ImageLayo
 
 def lfm2_tiles(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
     """Return rows and columns of tiles of LFM2-VL; zeros where the image is not cut."""
-    unit, (least, most) = processor.unit, processor.tile_counts
+    unit = processor.unit
     # The lower limit is half a unit, which is one patch.
     sides = [max(processor.unit // 2, round(edge / unit) * unit) for edge in (height, width)]
     is_large = sides[0] * sides[1] > processor.most * processor.tolerance
-    if not is_large or not processor.splits:
-        return 0, 0
-    ratios = sorted(
-        {
-            (wide, tall)
-            for wide in range(1, most + 1)
-            for tall in range(1, most + 1)
-            if least <= wide * tall <= most
-        },
-        key=lambda ratio: ratio[0] * ratio[1],
-    )
+    return closest_tiles(processor, width, height) if is_large and processor.splits else (0, 0)
+
+
+def closest_tiles(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Return rows and columns of the canvas of tiles whose ratio is closest to the picture's. Of equally
+    close ones that with more tiles is taken, unless it has more than twice the picture's pixels.
+    """
+    least, most = processor.tile_counts
+    sides = range(1, most + 1)
+    ratios = [(wide, tall) for wide in sides for tall in sides if least <= wide * tall <= most]
     best, nearest = (1, 1), math.inf
-    for ratio in ratios:
+    for ratio in sorted(ratios, key=lambda ratio: ratio[0] * ratio[1]):
         distance = abs(width / height - ratio[0] / ratio[1])
         if distance < nearest:
             nearest, best = distance, ratio
         elif distance == nearest and width * height > 0.5 * processor.tile**2 * ratio[0] * ratio[1]:
             best = ratio
     return best[1], best[0]
+
+
+def _canvas_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
+    """Return equal tiles and, after several, the whole picture in the size of one (InternVL)."""
+    processor, tower = vision.processor, vision.tower
+    rows, columns = closest_tiles(processor, width, height) if processor.splits else (1, 1)
+    count = 1 if rows * columns == 1 else rows * columns + 1
+    num_rows = count * (processor.tile // tower.patch_size // tower.merge) ** 2
+    return ImageLayout(
+        tiles=((processor.tile,) * 2,) * count,
+        num_rows=num_rows,
+        text=vision.start + vision.image_text * num_rows + vision.end,
+        tile_grid=(rows, columns) if count > 1 else (0, 0),
+    )
 
 
 def _lfm2_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
@@ -280,6 +296,41 @@ def _lfm2_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
     return ImageLayout(tiles=tiles, num_rows=num_rows, text=text, tile_grid=(rows, columns))
 
 
+def padded_canvas(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Return rows and columns of Llama 4's canvas: the one that enlarges a picture least, or else shrinks it
+    least; the smallest of several. Scales are compared in float32, as by its processor.
+    """
+    tile, most = processor.tile, processor.tile_counts[1] if processor.splits else 1
+    scales = {
+        (rows, columns): float32(min(columns * tile / width, rows * tile / height))
+        for rows in range(1, most + 1)
+        for columns in range(1, most // rows + 1)
+    }
+    larger = [scale for scale in scales.values() if scale >= 1]
+    chosen = min(larger) if larger else max(scales.values())
+    return min((shape for shape in scales if scales[shape] == chosen), key=math.prod)
+
+
+def float32(number: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", number))[0])
+
+
+def _padded_canvas_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
+    processor, tower = vision.processor, vision.tower
+    rows, columns = padded_canvas(processor, width, height)
+    each = (processor.tile // tower.patch_size // tower.merge) ** 2
+    token, count = vision.image_text * each, rows * columns
+    line = "<|tile_x_separator|>".join([token] * columns) + "<|tile_y_separator|>"
+    tiles = line * rows if count > 1 else ""
+    count += count > 1
+    return ImageLayout(
+        tiles=((processor.tile, processor.tile),) * count,
+        num_rows=count * each,
+        text=f"{vision.start}{tiles}{vision.placeholder}{token}{vision.end}",
+        tile_grid=(rows, columns) if count > 1 else (0, 0),
+    )
+
+
 PICTURE_ROWS = 4096
 """Rows of the largest image that memory is planned for; larger ones take more while they are encoded."""
 SLICE_PATCHES = 2048
@@ -304,6 +355,8 @@ class VisionShape:
     patch_numbers: int
     """Numbers of a layer's activations for each row: input and result, queries, keys and values, and a copy
     of the latter two; or what a convolution has of the row in float32."""
+    tower_rows: int
+    """Rows that the tower computes at once: of the largest tile or picture, at most `PICTURE_ROWS`."""
     slice_numbers: int
     """Numbers of a layer's activations that do not grow with the image: norms and inner rows of a slice."""
     whole_rows: int = 0
@@ -320,10 +373,12 @@ class VisionShape:
 def vision_shape(vision: VisionConfig) -> VisionShape:
     tower, rules = vision.tower, vision.processor
     usual = lay_out_image(vision, USUAL_SIDE, USUAL_SIDE).num_rows
+    limits = (-(-rules.tile // rules.unit)) ** 2, rules.most // rules.unit**2
     return VisionShape(
         params=vision.num_params,
         row=vision.hidden_size * (1 + vision.deepstack_levels),
         patch_numbers=tower.merge**2 * (14 if tower.conv_layers else 7) * tower.hidden_size,
+        tower_rows=min(PICTURE_ROWS, max(limits) or PICTURE_ROWS),
         slice_numbers=SLICE_PATCHES * (2 * tower.hidden_size + 3 * tower.intermediate_size),
         whole_rows=max(usual, rules.most // rules.unit**2) if vision.is_bidirectional else 0,
         usual_rows=usual,

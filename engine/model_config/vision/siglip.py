@@ -1,12 +1,9 @@
-"""Families whose towers are SigLIP's or Pixtral's: images are cut into tiles, or pooled."""
+"""Families whose towers are SigLIP's or Gemma 4's: images are cut into tiles, or pooled."""
 
-from dataclasses import replace
 from typing import Any, Final
 
-from ..fields import MAX_WIDTH, Fields, show
+from ..fields import MAX_WIDTH
 from .config import (
-    CLIP_MEAN,
-    CLIP_STD,
     HALF,
     MAX_SIDE,
     ImageProcessorConfig,
@@ -15,7 +12,6 @@ from .config import (
     VisionConfig,
     VisionFiles,
     activation_of,
-    feature_layer,
     pixels_of,
     rope_theta,
     side_of,
@@ -24,97 +20,16 @@ from .config import (
     token_id,
     token_text,
 )
+from .qwen import feature_layer
 
-_PROJECTOR_NORM, _FIRST, _SECOND = (
-    f"multi_modal_projector.{name}" for name in ("norm", "linear_1", "linear_2")
-)
-
-
-def mistral3(files: VisionFiles) -> VisionConfig:
-    fields, model = files.tower, files.model
-    sizes = sizes_of(fields, width=1024, inner=4096, layers=24, patch=16)
-    merge = model.integer("spatial_merge_size", 2, most=64)
-    tower = TowerConfig(
-        **sizes | {"num_layers": feature_layer(files, sizes["num_layers"])},
-        names=TowerNames(
-            patch="vision_tower.patch_conv",
-            layers="vision_tower.transformer.layers",
-            pre_norm="vision_tower.ln_pre",
-            norm1="attention_norm",
-            norm2="ffn_norm",
-            query="attention.q_proj",
-            key="attention.k_proj",
-            value="attention.v_proj",
-            output="attention.o_proj",
-            gate="feed_forward.gate_proj",
-            up="feed_forward.up_proj",
-            down="feed_forward.down_proj",
-            projector=(_PROJECTOR_NORM, _FIRST, _SECOND),
-        ),
-        activation=activation_of(fields, "gelu"),
-        eps=1e-5,
-        is_rms=True,
-        attention_bias=False,
-        mlp_bias=False,
-        patch_bias=False,
-        rope="alternating",
-        rope_theta=rope_theta(fields),
-        merge=merge,
-        projector="mistral3",
-        projector_size=files.hidden_size,
-        projector_bias=model.flag("multimodal_projector_bias", default=False),
-        projector_eps=files.text.number("rms_norm_eps", 1e-6),
-        projector_activation=activation_of(model, "gelu", "projector_hidden_act"),
-    )
-    longest = size_of(files.processor, "size", ("longest_edge", "height"), 1540, MAX_SIDE)
-    processor = ImageProcessorConfig(
-        kind="longest_edge",
-        unit=tower.patch_size * merge,
-        longest=longest,
-        **pixels_of(files, CLIP_MEAN, CLIP_STD, 3),
-    )
-    return VisionConfig(
-        family="Mistral 3",
-        image_token_id=token_id(files, 10, "image_token_index", "image_token_id"),
-        placeholder="[IMG]",
-        image_text="[IMG]",
-        hidden_size=files.hidden_size,
-        tower=tower,
-        processor=processor,
-    )
-
-
-def llava(files: VisionFiles) -> VisionConfig:
-    """Read Pixtral 12B as it was first published: the tower of Mistral 3, and each patch is an embedding."""
-    model, fields = files.model, files.tower
-    if (kind := fields.text("model_type", "clip_vision_model")) != "pixtral":
-        raise fields.error(f"a tower of {show(kind)} is not supported in LLaVA, only of pixtral")
-    if (strategy := model.text("vision_feature_select_strategy", "default")) != "full":
-        raise model.error(f"vision_feature_select_strategy {show(strategy)} is not supported, only full")
-    raw = {
-        "vision_feature_layer": -2,
-        "multimodal_projector_bias": True,
-        **model.raw,
-        "spatial_merge_size": 1,
-    }
-    rules = {"size": {"longest_edge": 1024}, **files.processor.raw}
-    found = mistral3(
-        replace(
-            files,
-            model=Fields(raw | {"spatial_merge_size": 1}, model.where),
-            processor=Fields(rules, files.processor.where),
-        )
-    )
-    names = replace(found.tower.names, projector=("", _FIRST, _SECOND))
-    tower = replace(found.tower, names=names, projector="llava", projector_norm=False)
-    return replace(found, family="Pixtral", tower=tower)
+_FIRST, _SECOND = (f"multi_modal_projector.linear_{number}" for number in (1, 2))
 
 
 def siglip_names(at: str, *projector: str) -> TowerNames:
     return TowerNames(
         patch=f"{at}embeddings.patch_embedding",
         layers=f"{at}encoder.layers",
-        table=f"{at}embeddings.position_embedding",
+        table=f"{at}embeddings.position_embedding.weight",
         post_norm=f"{at}post_layernorm",
         norm1="layer_norm1",
         norm2="layer_norm2",
@@ -231,7 +146,7 @@ def lfm2_vl(files: VisionFiles) -> VisionConfig:
         table="antialiased",
         table_rows=fields.integer("num_patches", 256, most=MAX_WIDTH),
         merge=merge,
-        projector="lfm2_vl",
+        projector="pixel_shuffle_mlp",
         projector_size=model.integer("projector_hidden_size", 2560, most=MAX_WIDTH),
         projector_bias=model.flag("projector_bias", default=True),
         projector_norm=model.flag("projector_use_layernorm", default=True),

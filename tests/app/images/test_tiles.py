@@ -15,6 +15,7 @@ from support.vision_models import TEXT, draw_picture, read_vision
 
 SIZES = [(1, 1), (30, 2000), (1023, 769), (97, 211), (640, 8), (336, 336), (260, 1301)]
 """Width and height."""
+CLIP_LARGE = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "mistral3": {
         "model": {"vision_config": {"patch_size": 14}, "spatial_merge_size": 2},
@@ -104,6 +105,32 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "model": {"vision_config": {"model_type": "gemma4_unified_vision"}},
         "processor": {"image_processor_type": "Gemma4ImageProcessor"},
     },
+    "internvl": {
+        "model": {"vision_config": {"image_size": [448, 448]}},
+        "processor": {
+            "image_processor_type": "GotOcr2ImageProcessorFast",
+            "crop_to_patches": False,
+            "size": {"height": 448, "width": 448},
+            "max_patches": 12,
+            "image_mean": [0.485, 0.456, 0.406],
+            "image_std": [0.229, 0.224, 0.225],
+        },
+    },
+    "llava with CLIP": {
+        "model": {"model_type": "llava", "vision_config": CLIP_LARGE},
+        "processor": {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 336},
+            "crop_size": {"height": 336, "width": 336},
+        },
+    },
+    "glm4v": {
+        "model": {"vision_config": {"out_hidden_size": 64}},
+        "processor": {
+            "image_processor_type": "Glm4vImageProcessor",
+            "size": {"shortest_edge": 12544, "longest_edge": 9633792},
+        },
+    },
     "glm_ocr": {
         "model": {"vision_config": {"out_hidden_size": 64}},
         "processor": {"image_processor_type": "Glm46VImageProcessor"},
@@ -126,7 +153,9 @@ def tiles_of_transformers(directory: Path, vision: VisionConfig, picture: Any) -
     from transformers import AutoImageProcessor
 
     processor = AutoImageProcessor.from_pretrained(directory)
-    options = {"patch_size": vision.processor.unit} if vision.processor.kind == "longest_edge" else {}
+    options: dict[str, Any] = {"canvas": {"crop_to_patches": True}}.get(vision.processor.kind, {})
+    if vision.processor.kind == "longest_edge":
+        options = {"patch_size": vision.processor.unit}
     found = processor(images=[picture], return_tensors="np", **options)
     values = found["pixel_values"]
     if "image_grid_thw" in found:

@@ -31,6 +31,8 @@ def asked(directory: Path) -> list[AddRequest]:
         ("gemma4", {"pp": 2}),
         ("mistral3", {"tp": 2}),
         ("qwen3_5", {"tp": 2}),
+        ("glm4v", {"tp": 2}),
+        ("internvl", {"pp": 2}),
     ],
 )
 def test_ranks_give_the_tokens_of_one(

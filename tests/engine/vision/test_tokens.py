@@ -51,12 +51,12 @@ def tokens_of_transformers(model: Any, ids: list[int], inputs: dict[str, Any]) -
         all_ids = torch.tensor([ids])
         kinds = (all_ids == IMAGE).int()
         extra = {"token_type_ids" if "gemma3" in model.config.model_type else "mm_token_type_ids": kinds}
-        if model.config.model_type in {"mistral3", "llava", "idefics3", "lfm2_vl"}:
+        if model.config.model_type in {"mistral3", "llava", "idefics3", "lfm2_vl", "internvl", "llama4"}:
             extra = {}
         if model.config.model_type == "gemma4_unified":
             extra = {"attention_mask": masks_of_generate(model, all_ids, kinds)}
-        if hasattr(model.model, "rope_deltas"):
-            model.model.rope_deltas = None
+        if hasattr(model.base_model, "rope_deltas"):
+            model.base_model.rope_deltas = None
         logits = model(input_ids=all_ids, use_cache=False, **inputs, **extra).logits[0, -1]
         ids.append(int(logits.argmax()))
     return ids[start:]

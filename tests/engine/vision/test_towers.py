@@ -49,18 +49,36 @@ def encode(encoder: VisionEncoder, picture: Image.Image) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_embeddings_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    model = make_vision_model(tmp_path, kind)
-    encoder = load(tmp_path)
-    assert encoder.vision.num_params == sum(
-        each.numel() for name, each in load_file(tmp_path / "model.safetensors").items() if is_vision(name)
+    model, unused = make_vision_model(tmp_path, kind), 0
+    if kind == "llava_clip":  # which reads the last layer but one, and no norm
+        tower = model.model.vision_tower
+        unused = sum(each.numel() for each in tower.encoder.layers[-1].parameters()) + 2 * 48
+    compare(tmp_path, model, SIZES, unused)
+
+
+def compare(directory: Path, model: Any, sizes: list[tuple[int, int]], unused: int = 0) -> None:
+    """Compare embeddings. `unused`: parameters of the checkpoint's tower that are not read."""
+    encoder = load(directory)
+    assert (
+        encoder.vision.num_params
+        == sum(
+            each.numel()
+            for name, each in load_file(directory / "model.safetensors").items()
+            if is_vision(name)
+        )
+        - unused
     )
-    for size in SIZES:
+    for size in sizes:
         picture = draw_picture(*size)
         found = encode(encoder, picture)
-        inputs = reference_inputs(tmp_path, encoder.vision, [picture])
+        inputs = reference_inputs(directory, encoder.vision, [picture])
         with torch.inference_mode():
-            theirs = model.model.get_image_features(**inputs, return_dict=True)
-        rows = theirs.pooler_output
+            if model.config.model_type == "llama4":
+                theirs = model.get_image_features(**inputs)
+                rows = model.multi_modal_projector(theirs.last_hidden_state)
+            else:
+                theirs = model.model.get_image_features(**inputs, return_dict=True)
+                rows = theirs.pooler_output
         rows = rows.flatten(0, -2) if isinstance(rows, torch.Tensor) else torch.cat(list(rows))
         levels = [torch.cat(list(level)) for level in getattr(theirs, "deepstack_features", None) or []]
         torch.testing.assert_close(found, torch.stack([rows, *levels]), rtol=1e-4, atol=1e-4)
@@ -80,6 +98,31 @@ def test_tiles_that_are_not_whole_patches_lose_their_edge(tmp_path: Path) -> Non
     torch.testing.assert_close(encode(encoder, picture)[0], rows, rtol=1e-4, atol=1e-4)
 
 
+def test_llava_with_siglip(tmp_path: Path) -> None:
+    _, values, _ = MODELS["llava_clip"]
+    vision = values["vision_config"] | {"model_type": "siglip_vision_model", "vision_use_head": False}
+    full = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    model = make_vision_model(tmp_path, "llava_clip", vision_config=vision, **full)
+    rules = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 48, "width": 48}}
+    write_json(tmp_path / "preprocessor_config.json", rules)
+    compare(tmp_path, model, SIZES[:2], unused=2 * 48)  # a norm
+
+
+@pytest.mark.parametrize(
+    ("tower", "side"),
+    [
+        ({"norm_type": "rms_norm", "use_qk_norm": True}, 48),  # InternViT 6B
+        ({"attention_bias": True}, 66),  # positions of a larger tile, whose edge is no whole patch
+    ],
+)
+def test_variants_of_intern_vit(tmp_path: Path, tower: dict[str, Any], side: int) -> None:
+    _, values, rules = MODELS["internvl"]
+    vision = values["vision_config"] | {"attention_bias": False} | tower
+    model = make_vision_model(tmp_path, "internvl", vision_config=vision)
+    write_json(tmp_path / "preprocessor_config.json", rules | {"size": {"height": side, "width": side}})
+    compare(tmp_path, model, SIZES[:1])
+
+
 def is_vision(name: str) -> bool:
     parts = ("vision_", "visual", "multi_modal_projector", "connector", "embed_vision")
     return any(part in name for part in parts)
@@ -90,6 +133,8 @@ def is_vision(name: str) -> bool:
     [
         ("idefics3", torch.float32, 1e-4),
         ("qwen2_5_vl", torch.bfloat16, 0.1),
+        ("internvl", torch.bfloat16, 0.1),
+        ("llama4", torch.float32, 1e-4),
         ("lfm3_vl", torch.bfloat16, 0.3),  # twice as many layers
     ],
 )
@@ -170,9 +215,9 @@ def test_a_missing_tensor_and_one_of_another_shape_are_named(tmp_path: Path) -> 
 
 
 def test_a_family_whose_tower_is_not_read_says_so(tmp_path: Path) -> None:
-    write_json(tmp_path / "config.json", {"model_type": "llama4", "vision_config": {}})
+    write_json(tmp_path / "config.json", {"model_type": "aya_vision", "vision_config": {}})
     assert read_vision(tmp_path) is None
-    assert "llama4 is not supported" in find_vision(tmp_path)[1]
+    assert "aya_vision is not supported" in find_vision(tmp_path)[1]
     tower = {"vision_config": {"mm_posemb_size": 99}, "hidden_size": 64}
     write_json(tmp_path / "config.json", {"model_type": "gemma4_unified", **tower})
     assert "max_soft_tokens 280 is beyond the 99 positions" in find_vision(tmp_path)[1]

@@ -16,7 +16,7 @@ from support.vision_models import MODELS, TEXT, read_vision
 
 def read(directory: Path, kind: str, **processor: Any) -> VisionConfig:
     _, values, rules = MODELS[kind]
-    write_json(directory / "config.json", {"model_type": kind, **values})
+    write_json(directory / "config.json", {"model_type": kind.removesuffix("_clip"), **values})
     write_json(directory / "preprocessor_config.json", rules | processor)
     vision = read_vision(directory)
     assert vision is not None
@@ -66,6 +66,12 @@ def test_texts_around_image_tokens(tmp_path: Path) -> None:
         assert layout.text == Gemma3Processor.replace_image_token(stub, {"num_crops": [count]}, 0)
         assert (layout.num_rows, len(layout.tiles), layout.pictures) == (9 * (count + 1), *[count + 1] * 2)
         assert lay_out_image(scanning, *size, low_detail=True).text == gemma
+    intern = read(tmp_path, "internvl")
+    for size, tiles in (((90, 60), 7), ((100, 90), 5), ((47, 47), 1), ((9, 900), 7)):
+        layout = lay_out_image(intern, *size)
+        assert layout.text == f"<img>{'<IMG_CONTEXT>' * 9 * tiles}</img>"
+        assert len(layout.tiles) == tiles
+    assert lay_out_image(intern, 9, 900, low_detail=True).num_rows == 9
     lfm = lay_out_image(read(tmp_path, "lfm2_vl"), 300, 150)
     assert lfm.tile_grid == (1, 2)
     tile = "<image>" * 16
@@ -99,9 +105,43 @@ def test_tiles_of_lfm2_vl(
     assert (layout.tile_grid, layout.tiles) == (grid, (*tiles, whole))
 
 
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [
+        ((1, 1), (1, 1)),
+        ((30, 2000), (6, 1)),
+        ((1023, 769), (3, 4)),
+        ((97, 211), (1, 1)),
+        ((640, 8), (1, 2)),
+        ((1500, 700), (3, 5)),
+        ((3000, 2999), (4, 4)),
+    ],
+)
+def test_tiles_and_texts_of_llama4(tmp_path: Path, size: tuple[int, int], grid: tuple[int, int]) -> None:
+    """Compare with the canvases of the processor of transformers 5.23, which needs torchvision."""
+    from transformers import Llama4Processor
+
+    sizes = {"size": {"height": 336, "width": 336}, "max_patches": 16}
+    _, values, rules = MODELS["llama4"]
+    tower = values["vision_config"] | {"image_size": 336}
+    write_json(tmp_path / "config.json", {"model_type": "llama4", **values, "vision_config": tower})
+    write_json(tmp_path / "preprocessor_config.json", rules | sizes)
+    vision = read_vision(tmp_path)
+    assert vision is not None
+    layout = lay_out_image(vision, *size)
+    count = grid[0] * grid[1]
+    assert layout.tile_grid == (grid if count > 1 else (0, 0))
+    assert len(layout.tiles) == count + (count > 1)
+    assert layout.text == Llama4Processor._prompt_split_image(SimpleNamespace(), grid, 21**2)
+
+
 def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
     with pytest.raises(ImageSizeError, match="200 times as many"):
         lay_out_image(read(tmp_path, "qwen2_vl"), 1, 201)
+    with pytest.raises(ImageSizeError, match="200 times as many"):
+        lay_out_image(read(tmp_path, "llava_clip"), 1, 201)
+    with pytest.raises(ImageSizeError, match="200 times as many"):
+        lay_out_image(read(tmp_path, "glm4v"), 2, 5000)
     with pytest.raises(ImageSizeError, match="too thin"):
         lay_out_image(read(tmp_path, "mistral3"), 1, 30000)
     with pytest.raises(ImageSizeError, match="has none"):
@@ -134,6 +174,25 @@ def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
         ),
         ("lfm3_vl", {"num_key_value_heads": 3}, {}, "cannot share 3"),
         ("lfm3_vl", {"conv_kernel_size": 4}, {}, "only odd numbers"),
+        ("internvl", {"norm_type": "batch"}, {}, "norm_type 'batch' is not supported"),
+        ("internvl", {"use_mean_pooling": False}, {}, "use_mean_pooling False is not supported, only True"),
+        ("internvl", {"use_qk_norm": True, "layer_norm_eps": 1e-5}, {}, "not supported with use_qk_norm"),
+        ("internvl", {}, {"size": {"height": 40, "width": 40}}, "no whole squares of 2 x 2 patches of 8"),
+        ("internvl", {}, {"max_patches": 65}, "max_patches 65 is beyond"),
+        ("internvl", {}, {"min_patches": 9}, "min_patches 9 is beyond"),
+        ("glm4v", {"out_hidden_size": 32}, {}, "not those of the language model"),
+        ("glm4v", {}, {"merge_size": 3}, "merge_size 3 is not that of the tower"),
+        ("llama4", {"intermediate_size": 96}, {}, "intermediate_size 96 is not that of 2 x 2 patches"),
+        ("llama4", {"projector_output_dim": 48}, {}, "projector_output_dim 48 is not projector_input_dim 40"),
+        ("llama4", {"num_attention_heads": 8}, {}, "heads of 6 numbers are no multiple of 4"),
+        ("llama4", {}, {"resize_to_max_canvas": True}, "resize_to_max_canvas true is not supported"),
+        ("llama4", {}, {"size": {"height": 96, "width": 96}}, "size must be that of the tower, 48"),
+        ("llava_clip", {"model_type": "vit"}, {}, "a tower of 'vit' is not supported in LLaVA"),
+        ("llava_clip", {"model_type": "siglip_vision_model"}, {}, "'default' is not supported for a tower"),
+        ("llava_clip", {}, {"crop_size": 40}, "size and crop_size must be that of the tower, 48"),
+        ("llava_clip", {}, {"size": {"shortest_edge": 60}}, "size and crop_size must be that of the tower"),
+        ("llava_clip", {}, {"do_center_crop": False}, "do_center_crop false with shortest_edge"),
+        ("llava_clip", {}, {"do_pad": True}, "do_pad true is not supported"),
         ("gemma4", {"num_key_value_heads": 1}, {}, "num_key_value_heads"),
         ("glm_ocr", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, {}, "not supported for"),
     ],
@@ -142,7 +201,8 @@ def test_files_that_contradict_each_other_leave_text_and_name_the_key(
     tmp_path: Path, kind: str, tower: dict[str, Any], processor: dict[str, Any], text: str
 ) -> None:
     _, values, rules = MODELS[kind]
-    changed = values | {"model_type": kind, "vision_config": values["vision_config"] | tower}
+    changed = values | {"model_type": kind.removesuffix("_clip")}
+    changed |= {"vision_config": values["vision_config"] | tower}
     write_json(tmp_path / "config.json", changed)
     write_json(tmp_path / "preprocessor_config.json", rules | processor)
     assert read_vision(tmp_path) is None
@@ -160,6 +220,6 @@ def test_a_nested_processor_is_read(tmp_path: Path) -> None:
 
 
 def test_every_family_is_tested() -> None:
-    assert {"smolvlm": "idefics3"}.keys() | {"qwen3_vl_moe", "qwen3_5_moe"} | MODELS.keys() == set(
-        VISION_FAMILIES
-    )
+    assert {"smolvlm": "idefics3"}.keys() | {"qwen3_vl_moe", "qwen3_5_moe", "glm46v"} | {
+        kind.removesuffix("_clip") for kind in MODELS
+    } == set(VISION_FAMILIES)
