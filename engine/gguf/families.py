@@ -6,6 +6,7 @@ Sources: conversion/ of llama.cpp, which writes the files, and its src/models, w
 from typing import Any, Final
 
 from ..errors import ModelError
+from .names import SCORES
 from .reader import GgufFile
 
 Config = dict[str, Any]
@@ -283,20 +284,39 @@ def bert_fields(gguf: GgufFile, _config: Config) -> Config:
         "type_vocab_size": 0 if types is None else types.shape[0],
     }
     if has_scores(gguf):
-        found |= {"architectures": ["BertForSequenceClassification"], "num_labels": _labels(gguf)}
+        name = "DistilBert" if _is_distilled(gguf) else "Bert"
+        found |= {"architectures": [f"{name}ForSequenceClassification"], **_labels(gguf)}
     return found
 
 
-def _labels(gguf: GgufFile) -> int:
-    return gguf.tensors["cls.output.weight"].shape[0]
+def _is_distilled(gguf: GgufFile) -> bool:
+    """Return whether a file of BERT's architecture is a DistilBERT, whose head has another activation: it has
+    words as BERT, not the pieces of RoBERTa and XLM-R, and no token types.
+    """
+    has_words = gguf.metadata.get("tokenizer.ggml.model") == "bert"
+    return has_words and "token_types.weight" not in gguf.tensors
+
+
+def _labels(gguf: GgufFile) -> Config:
+    """Return the number of labels and, where the file has them, their names. Raises ModelError."""
+    shape, names = gguf.tensors[SCORES].shape, gguf.value("classifier.output_labels")
+    rows = shape[0] if len(shape) > 1 else 1
+    if names is None:
+        return {"num_labels": rows}
+    if not isinstance(names, list) or len(names) != rows or not all(isinstance(name, str) for name in names):
+        raise ModelError(
+            f"{gguf.path}: {gguf.architecture}.classifier.output_labels must be {rows} texts, one for each "
+            f"row of {SCORES}"
+        )
+    return {"num_labels": rows, "id2label": {str(idx): name for idx, name in enumerate(names)}}
 
 
 def has_scores(gguf: GgufFile) -> bool:
-    """Return whether it is an XLM-R or a ModernBERT with the head of a reranker. Files of BERT's leave one of
-    the two linears out.
+    """Return whether it is a RoBERTa, XLM-R, DistilBERT or ModernBERT with the head of a reranker or
+    classifier. Files of BERT's leave one of the two linears out.
     """
     has_head = gguf.architecture in {"bert", "modern-bert"}
-    return has_head and {"cls.weight", "cls.output.weight"} <= gguf.tensors.keys()
+    return has_head and {"cls.weight", SCORES} <= gguf.tensors.keys()
 
 
 def nomic_fields(gguf: GgufFile, config: Config) -> Config:
@@ -327,7 +347,7 @@ def modern_fields(gguf: GgufFile, config: Config) -> Config:
     say which states a reranker's head gets: their mean, as with llama.cpp.
     """
     if has_scores(gguf):
-        config |= {"architectures": ["ModernBertForSequenceClassification"], "num_labels": _labels(gguf)}
+        config |= {"architectures": ["ModernBertForSequenceClassification"], **_labels(gguf)}
         config |= {"classifier_pooling": "mean", "classifier_bias": "cls.bias" in gguf.tensors}
     rope, pattern = config.pop("rope_parameters"), gguf.value("attention.sliding_window_pattern", 3)
     if rope["rope_type"] != "default":
