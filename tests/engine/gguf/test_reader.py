@@ -40,7 +40,6 @@ def test_rows_are_those_of_the_library(tmp_path: Path, kind: str) -> None:
     one = replace(asked, shape=(256,), nbytes=asked.nbytes // 320)
     assert read_rows(one, (0,)) == [wanted[0].tolist()]
     others: tuple[dict[str, Any], ...] = (
-        {"rows": (320,)},
         {"shape": (1, 1, 256)},
         {"dtype": "Q9"},
         {"file": Path("/none")},
