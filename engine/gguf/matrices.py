@@ -181,6 +181,9 @@ def _mlp(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
     experts = gguf.value("expert_count")
     if experts and f"blk.{layer}.ffn_down.weight" not in gguf.tensors:
         rows, width = gguf.value("expert_feed_forward_length", inner), config.get("moe_latent_size") or hidden
+        if f"blk.{layer}.ffn_gate_up_exps.weight" in gguf.tensors:
+            both = {"ffn_gate_up_exps": (experts, 2 * rows, width)}
+            return both | {"ffn_down_exps": (experts, width, rows)}
         gate = {"ffn_gate_exps": (experts, rows, width)} if gated else {}
         found: Shapes = {
             "ffn_up_exps": (experts, rows, width),
