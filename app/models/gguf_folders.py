@@ -15,10 +15,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from llmbox import __version__
+from llmbox.engine.checkpoint.safetensors import TensorEntry
 from llmbox.engine.errors import ModelError
 from llmbox.engine.gguf.config import name_of
-from llmbox.engine.gguf.folder import LINK, PROJECTOR_LINK, gguf_of, write_folder
-from llmbox.engine.gguf.names import SCORES
+from llmbox.engine.gguf.folder import LINK, PROJECTOR_LINK, find_matrix, write_folder
+from llmbox.engine.gguf.names import HEAD, SCORES, TABLE
 from llmbox.engine.gguf.reader import PART, is_gguf, read_gguf
 from llmbox.engine.ipc.profile_messages import AskRows
 
@@ -180,14 +181,25 @@ def weights_of(folder: Path) -> Path:
 
 
 def score_rows(folder: Path, rows: tuple[int, ...]) -> AskRows:
-    """Return the question for rows of scores in the GGUF file of a folder."""
-    return AskRows(file=str(gguf_of(folder)), tensor=SCORES, rows=rows)
+    """Return the question for rows of scores in the GGUF file of a folder. Raises ModelError."""
+    return _ask(find_matrix(folder, SCORES), rows)
 
 
 def head_rows(folder: Path, rows: tuple[int, ...], *, is_tied: bool) -> AskRows:
-    """Return the question for rows of the head. `is_tied`: the head is the input embedding."""
-    tensor = "token_embd.weight" if is_tied else "output.weight"
-    return AskRows(file=str(gguf_of(folder)), tensor=tensor, rows=rows)
+    """Return the question for rows of the head; `is_tied`: of the input embedding. Raises ModelError."""
+    return _ask(find_matrix(folder, TABLE if is_tied else HEAD), rows)
+
+
+def _ask(matrix: TensorEntry, rows: tuple[int, ...]) -> AskRows:
+    return AskRows(
+        file=str(matrix.file),
+        tensor=matrix.name,
+        dtype=matrix.dtype,
+        shape=matrix.shape,
+        offset=matrix.offset,
+        nbytes=matrix.nbytes,
+        rows=rows,
+    )
 
 
 def _make(file: Path, place: Path, projector: Path | None, problem: str, *, is_asked: bool) -> Path:

@@ -100,7 +100,7 @@ def _checked(config: ModelConfig, answers: tuple[int, int] | None) -> tuple[int,
 
 @lru_cache(maxsize=16)
 def rows_of_gguf(folder: Path, loaded_at: float, answers: tuple[int, int] | None) -> AskRows | None:  # noqa: ARG001
-    """Return the rows of weights that a model in a GGUF file ranks with, which only its engine can
+    """Return the rows of weights that a decoder in a GGUF file ranks with, which only its engine can
     dequantize; None for other models. Raises ApiError 400 and ModelError.
     """
     if weights_of(folder) == folder.resolve():
@@ -115,18 +115,24 @@ def rows_of_gguf(folder: Path, loaded_at: float, answers: tuple[int, int] | None
 
 def reranker_of(folder: Path, found: WeightRows | None) -> Reranker:
     """Return the reranker that has these rows. Raises ApiError 400, and 503 if the engine did not answer."""
+    rows = _answered(found)
+    if not rows:
+        raise not_a_reranker("the rows of its head cannot be read from its file")
+    scales = parse_config(folder).scales
+    return Reranker(rows, scales.logits, scales.logits_cap)
+
+
+def _answered(found: WeightRows | None) -> list[list[float]]:
+    """Return the rows that the engine read. Raises ApiError 503 if it did not answer."""
     if found is None:
         raise ApiError(
             503,
-            "The engine did not return the weights for ranking: it is busy or restarting.",
+            "The engine did not return the weights for scoring: it is busy or restarting.",
             code="engine_busy",
             type="server_error",
             headers={"Retry-After": "1"},
         )
-    if not found.rows:
-        raise not_a_reranker("the rows of its head cannot be read from its file")
-    scales = parse_config(folder).scales
-    return Reranker(found.rows, scales.logits, scales.logits_cap)
+    return found.rows
 
 
 def not_a_reranker(why: str) -> ApiError:
@@ -209,12 +215,31 @@ def read_classifier(folder: Path, loaded_at: float, labels: int = 0) -> Classifi
     return Classifier(_labels(config, count), rows, is_exclusive)
 
 
+@lru_cache(maxsize=16)
+def class_rows_of_gguf(folder: Path, loaded_at: float) -> AskRows | None:  # noqa: ARG001
+    """Return the rows of scores of a decoder in a GGUF file, which only its engine can dequantize; None for
+    other models. Raises ModelError.
+    """
+    labels = read_config(folder).get("id2label")
+    if weights_of(folder) == folder.resolve() or not isinstance(labels, dict):
+        return None
+    return score_rows(folder, tuple(range(len(labels))))
+
+
+def classifier_of(folder: Path, found: WeightRows | None) -> Classifier | None:
+    """Return the classifier that has these rows; None if its file does not give them. Raises ApiError 503 if
+    the engine did not answer.
+    """
+    rows = _answered(found)
+    return Classifier(_labels(read_config(folder), len(rows)), rows, len(rows) > 1) if rows else None
+
+
 def not_a_classifier() -> ApiError:
     return ApiError(
         400,
         "This model cannot classify texts: it has no row of scores for each class. Models whose config names "
-        "...ForSequenceClassification have. For scores of documents there is /v1/rerank, for vectors "
-        "/v1/embeddings.",
+        "...ForSequenceClassification have, and GGUF files with a 'cls.output.weight'. For scores of "
+        "documents there is /v1/rerank, for vectors /v1/embeddings.",
         code="classification_not_supported",
         param="model",
     )

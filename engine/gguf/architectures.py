@@ -8,7 +8,6 @@ from ..errors import UnsupportedArchitecture
 from .families import (
     Config,
     bert_fields,
-    cohere_fields,
     deepseek2_fields,
     ernie_fields,
     falcon_fields,
@@ -22,11 +21,11 @@ from .families import (
     llama_fields,
     minimax_fields,
     mistral3_fields,
+    mistral4_fields,
     modern_fields,
     nomic_fields,
     nomic_moe_fields,
     nothing_more,
-    olmo2_fields,
     olmoe_fields,
     phi3_fields,
     qwen2_moe_fields,
@@ -34,9 +33,9 @@ from .families import (
     sigmoid_routed_fields,
     stablelm_fields,
     window_fields,
-    windows_by_type,
 )
 from .mixed_layers import (
+    cohere_fields,
     falcon_h1_fields,
     gemma3n_fields,
     gemma4_fields,
@@ -48,7 +47,9 @@ from .mixed_layers import (
     lfm2_moe_fields,
     mamba2_fields,
     nemotron_h_fields,
+    olmo2_fields,
     qwen3_5_fields,
+    windows_by_type,
 )
 from .names import (
     BERT,
@@ -141,6 +142,7 @@ ARCHITECTURES: Final = {
     "dots1": replace(_GLM4_MOE, name="Dots1ForCausalLM", layer=LAYER),
     "minimax-m2": GgufArchitecture(name="MiniMaxM2ForCausalLM", is_partial=True, fields=minimax_fields),
     "mistral3": GgufArchitecture(name="Ministral3ForCausalLM", has_pairs=True, fields=mistral3_fields),
+    "mistral4": GgufArchitecture(name="Mistral4ForCausalLM", fields=mistral4_fields),
     "phi3": GgufArchitecture(name="Phi3ForCausalLM", layer=STACKED, is_partial=True, fields=phi3_fields),
     "granite": _GRANITE,
     "granitemoe": replace(_GRANITE, name="GraniteMoeForCausalLM"),

@@ -92,13 +92,14 @@ def _scores(gguf: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     entry = gguf.tensors.get(SCORES)
     if entry is None or gguf.architecture not in RANKING:
         return {}
-    labels = gguf.value("classifier.output_labels", _ANSWERS if entry.shape[0] == 2 else ["score"])
+    labels = gguf.value("classifier.output_labels", _ANSWERS if entry.shape[:-1] == (2,) else ["score"])
     rows, is_known = len(labels) if isinstance(labels, list) else 0, labels in (_ANSWERS, _ANSWERS[::-1])
     if not 1 <= rows <= 2 or (rows == 2 and not is_known):
         raise ModelError(
             f"{gguf.path}: {gguf.architecture}.classifier.output_labels must be yes and no, or one label"
         )
-    if entry.shape != (wanted := (rows, config["hidden_size"])):
+    shape = entry.shape if len(entry.shape) > 1 else (1, *entry.shape)  # llama-quantize leaves the 1 out
+    if shape != (wanted := (rows, config["hidden_size"])):
         raise ModelError(
             f"{entry.file}: tensor {shown(SCORES)} has shape {list(entry.shape)}, "
             f"the file's metadata require {list(wanted)}"

@@ -6,11 +6,13 @@ Sources: conversion/ of llama.cpp, which writes the files, and its src/models, w
 from typing import Any, Final
 
 from ..errors import ModelError
+from .names import SCORES
 from .reader import GgufFile
 
 Config = dict[str, Any]
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _MULTIPLIER: Final = "rope.scaling.yarn_log_multiplier"
+_TEMPERATURE: Final = "attention.temperature_scale"
 _SIGMOID: Final = 2
 """Number of sigmoids in `expert_gating_func`."""
 
@@ -134,10 +136,30 @@ def latent_fields(gguf: GgufFile, config: Config) -> Config:
     }
 
 
-def deepseek2_fields(gguf: GgufFile, config: Config) -> Config:
-    rope, found = config["rope_parameters"], latent_fields(gguf, config)
+def mistral4_fields(gguf: GgufFile, config: Config) -> Config:
+    """Add to DeepSeek's sizes that queries grow with their position. Files of Mistral 4 do not say by how
+    much: as in the published model.
+    """
+    config["rope_parameters"]["llama_4_scaling_beta"] = gguf.number(_TEMPERATURE, 0.1)
+    _add_multiplier(gguf, config)
+    return latent_fields(gguf, config) | routed_experts(gguf, config)
+
+
+def _add_multiplier(gguf: GgufFile, config: Config) -> None:
+    """Add what YaRN multiplies scores of latent attention by, of which files have a tenth."""
+    rope = config["rope_parameters"]
     if (multiplier := gguf.number(_MULTIPLIER, 0.0)) and rope["rope_type"] == "yarn":
         rope |= dict.fromkeys(("mscale", "mscale_all_dim"), float(f"{10 * multiplier:.6g}"))
+
+
+def deepseek2_fields(gguf: GgufFile, config: Config) -> Config:
+    """Read a DeepSeek, or what llama.cpp calls so. Mistral Large 3, whose queries grow, is computed as a
+    Mistral 4.
+    """
+    if gguf.value(_TEMPERATURE):
+        return mistral4_fields(gguf, config) | {"architectures": ["Mistral4ForCausalLM"]}
+    found = latent_fields(gguf, config)
+    _add_multiplier(gguf, config)
     if not gguf.value("expert_count"):
         return found | {"architectures": ["YoutuForCausalLM"]}
     found |= routed_experts(gguf, config)
@@ -198,33 +220,6 @@ def phi3_fields(gguf: GgufFile, config: Config) -> Config:
     return {"sliding_window": window, "original_max_position_embeddings": original}
 
 
-def windows_by_type(gguf: GgufFile, config: Config) -> Config:
-    """Add sliding windows: layers by a pattern in the file, else every fourth sees all."""
-    window = gguf.value("attention.sliding_window") or None
-    found: Config = {"sliding_window": window}
-    if window and isinstance(gguf.value("attention.sliding_window_pattern"), list):
-        found["layer_types"] = sliding_types(gguf, config["num_hidden_layers"])
-    return found
-
-
-def cohere_fields(gguf: GgufFile, config: Config) -> Config:
-    eps = gguf.number("attention.layer_norm_epsilon", 1e-5)
-    return windows_by_type(gguf, config) | {
-        "layer_norm_eps": eps,
-        "logit_scale": gguf.number("logit_scale", 1.0),
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in gguf.tensors,
-    }
-
-
-def olmo2_fields(gguf: GgufFile, config: Config) -> Config:
-    if not gguf.value("attention.sliding_window"):
-        return {}
-    rope = config.pop("rope_parameters")
-    plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    olmo3 = {"architectures": ["Olmo3ForCausalLM"]}
-    return windows_by_type(gguf, config) | olmo3 | {"rope_parameters": {FULL: rope, SLIDING: plain}}
-
-
 def ernie_fields(gguf: GgufFile, config: Config) -> Config:
     biases = {"use_bias": config["attention_bias"]}
     if not gguf.value("expert_count"):
@@ -244,7 +239,7 @@ def mistral3_fields(gguf: GgufFile, config: Config) -> Config:
     rope = config["rope_parameters"]
     if multiplier := gguf.number(_MULTIPLIER, 0.0):
         rope |= dict.fromkeys(("mscale", "mscale_all_dim"), multiplier)
-    rope["llama_4_scaling_beta"] = gguf.number("attention.temperature_scale", 0.0)
+    rope["llama_4_scaling_beta"] = gguf.number(_TEMPERATURE, 0.0)
     return {"sliding_window": None}
 
 
@@ -291,20 +286,39 @@ def bert_fields(gguf: GgufFile, _config: Config) -> Config:
         "type_vocab_size": 0 if types is None else types.shape[0],
     }
     if has_scores(gguf):
-        found |= {"architectures": ["BertForSequenceClassification"], "num_labels": _labels(gguf)}
+        name = "DistilBert" if _is_distilled(gguf) else "Bert"
+        found |= {"architectures": [f"{name}ForSequenceClassification"], **_labels(gguf)}
     return found
 
 
-def _labels(gguf: GgufFile) -> int:
-    return gguf.tensors["cls.output.weight"].shape[0]
+def _is_distilled(gguf: GgufFile) -> bool:
+    """Return whether a file of BERT's architecture is a DistilBERT, whose head has another activation: it has
+    words as BERT, not the pieces of RoBERTa and XLM-R, and no token types.
+    """
+    has_words = gguf.metadata.get("tokenizer.ggml.model") == "bert"
+    return has_words and "token_types.weight" not in gguf.tensors
+
+
+def _labels(gguf: GgufFile) -> Config:
+    """Return the number of labels and, where the file has them, their names. Raises ModelError."""
+    shape, names = gguf.tensors[SCORES].shape, gguf.value("classifier.output_labels")
+    rows = shape[0] if len(shape) > 1 else 1
+    if names is None:
+        return {"num_labels": rows}
+    if not isinstance(names, list) or len(names) != rows or not all(isinstance(name, str) for name in names):
+        raise ModelError(
+            f"{gguf.path}: {gguf.architecture}.classifier.output_labels must be {rows} texts, one for each "
+            f"row of {SCORES}"
+        )
+    return {"num_labels": rows, "id2label": {str(idx): name for idx, name in enumerate(names)}}
 
 
 def has_scores(gguf: GgufFile) -> bool:
-    """Return whether it is an XLM-R or a ModernBERT with the head of a reranker. Files of BERT's leave one of
-    the two linears out.
+    """Return whether it is a RoBERTa, XLM-R, DistilBERT or ModernBERT with the head of a reranker or
+    classifier. Files of BERT's leave one of the two linears out.
     """
     has_head = gguf.architecture in {"bert", "modern-bert"}
-    return has_head and {"cls.weight", "cls.output.weight"} <= gguf.tensors.keys()
+    return has_head and {"cls.weight", SCORES} <= gguf.tensors.keys()
 
 
 def nomic_fields(gguf: GgufFile, config: Config) -> Config:
@@ -335,7 +349,7 @@ def modern_fields(gguf: GgufFile, config: Config) -> Config:
     say which states a reranker's head gets: their mean, as with llama.cpp.
     """
     if has_scores(gguf):
-        config |= {"architectures": ["ModernBertForSequenceClassification"], "num_labels": _labels(gguf)}
+        config |= {"architectures": ["ModernBertForSequenceClassification"], **_labels(gguf)}
         config |= {"classifier_pooling": "mean", "classifier_bias": "cls.bias" in gguf.tensors}
     rope, pattern = config.pop("rope_parameters"), gguf.value("attention.sliding_window_pattern", 3)
     if rope["rope_type"] != "default":

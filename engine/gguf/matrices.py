@@ -8,6 +8,8 @@ from ..checkpoint.safetensors import shown
 from ..errors import ModelError
 from .architectures import architecture_of
 from .config import config_of
+from .families import has_scores
+from .names import SCORES
 from .reader import GgufFile
 
 Shapes = dict[str, tuple[int, ...]]
@@ -18,14 +20,25 @@ def check_matrices(gguf: GgufFile) -> None:
     config = config_of(gguf)
     for layer in range(config["num_hidden_layers"]):
         for part, shape in matrices_of(gguf, config, layer).items():
-            entry = gguf.tensors.get(name := f"blk.{layer}.{part}.weight")
-            if entry is None:
-                raise ModelError(f"{gguf.path}: tensor {shown(name)} is missing: the file is incomplete")
-            if entry.shape != shape:
-                raise ModelError(
-                    f"{entry.file}: tensor {shown(name)} has shape {list(entry.shape)}, "
-                    f"the file's metadata require {list(shape)}"
-                )
+            _check(gguf, f"blk.{layer}.{part}.weight", shape)
+    if has_scores(gguf):
+        hidden, labels = config["hidden_size"], config["num_labels"]
+        _check(gguf, "cls.weight", (hidden, hidden))
+        if config.get("classifier_bias", True):
+            _check(gguf, "cls.bias", (hidden,))
+        _check(gguf, SCORES, (labels, hidden) if len(gguf.tensors[SCORES].shape) > 1 else (hidden,))
+        _check(gguf, "cls.output.bias", (labels,))
+
+
+def _check(gguf: GgufFile, name: str, shape: tuple[int, ...]) -> None:
+    entry = gguf.tensors.get(name)
+    if entry is None:
+        raise ModelError(f"{gguf.path}: tensor {shown(name)} is missing: the file is incomplete")
+    if entry.shape != shape:
+        raise ModelError(
+            f"{entry.file}: tensor {shown(name)} has shape {list(entry.shape)}, "
+            f"the file's metadata require {list(shape)}"
+        )
 
 
 def matrices_of(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
@@ -168,6 +181,9 @@ def _mlp(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
     experts = gguf.value("expert_count")
     if experts and f"blk.{layer}.ffn_down.weight" not in gguf.tensors:
         rows, width = gguf.value("expert_feed_forward_length", inner), config.get("moe_latent_size") or hidden
+        if f"blk.{layer}.ffn_gate_up_exps.weight" in gguf.tensors:
+            both = {"ffn_gate_up_exps": (experts, 2 * rows, width)}
+            return both | {"ffn_down_exps": (experts, width, rows)}
         gate = {"ffn_gate_exps": (experts, rows, width)} if gated else {}
         found: Shapes = {
             "ffn_up_exps": (experts, rows, width),

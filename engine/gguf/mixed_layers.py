@@ -1,5 +1,5 @@
-"""Keys of config.json of families whose layers differ from each other: Gemma, and hybrids of attention and
-recurrent layers. Torch-free, as `families.py` has those of others.
+"""Keys of config.json of families whose layers differ from each other: Gemma and others with sliding
+windows, and hybrids of attention and recurrent layers. Torch-free, as `families.py` has those of others.
 """
 
 from statistics import NormalDist
@@ -18,6 +18,33 @@ from .families import (
     sliding_types,
 )
 from .reader import BLOCKS, GgufFile
+
+
+def windows_by_type(gguf: GgufFile, config: Config) -> Config:
+    """Add sliding windows: layers by a pattern in the file, else every fourth sees all."""
+    window = gguf.value("attention.sliding_window") or None
+    found: Config = {"sliding_window": window}
+    if window and isinstance(gguf.value("attention.sliding_window_pattern"), list):
+        found["layer_types"] = sliding_types(gguf, config["num_hidden_layers"])
+    return found
+
+
+def cohere_fields(gguf: GgufFile, config: Config) -> Config:
+    eps = gguf.number("attention.layer_norm_epsilon", 1e-5)
+    return windows_by_type(gguf, config) | {
+        "layer_norm_eps": eps,
+        "logit_scale": gguf.number("logit_scale", 1.0),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in gguf.tensors,
+    }
+
+
+def olmo2_fields(gguf: GgufFile, config: Config) -> Config:
+    if not gguf.value("attention.sliding_window"):
+        return {}
+    rope = config.pop("rope_parameters")
+    plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    olmo3 = {"architectures": ["Olmo3ForCausalLM"]}
+    return windows_by_type(gguf, config) | olmo3 | {"rope_parameters": {FULL: rope, SLIDING: plain}}
 
 
 def qwen3_5_fields(gguf: GgufFile, config: Config) -> Config:

@@ -245,6 +245,8 @@ bits (NVFP4), or of dense layers over the pooled vector.
 
 SCORES: Final = "cls.output.weight"
 """Rows of scores. An encoder's head has them behind another linear, `cls`."""
+HEAD: Final = "output.weight"
+TABLE: Final = "token_embd.weight"
 _Entry = TypeVar("_Entry")
 
 

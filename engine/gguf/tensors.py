@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from .blocks import dequantize
 from .config import count_layers, dtype_of
 from .mixed_layers import has_delta_nets, has_tiled_outputs, has_tiled_values
 from .names import GgufTensorPlace, parts_of_model, places_of
-from .reader import BLOCKS, FLOATS, GgufFile, read_gguf
+from .reader import BLOCKS, FLOATS, GgufFile
 
 CHUNK_BLOCKS = 1 << 18
 """Blocks that are dequantized at once."""
@@ -270,12 +269,13 @@ def read_tensor(gguf: GgufFile, name: str, shape: tuple[int, ...]) -> Tensor:
     return numbers.view(shape)
 
 
-def read_rows(file: Path, name: str, rows: Sequence[int]) -> list[list[float]]:
-    """Return rows of a matrix by its name in the file. Raises ModelError."""
-    entry = read_gguf(file).tensors.get(name)
-    if entry is None or len(entry.shape) != 2 or entry.dtype in GGUF_DEQUANTIZED:
-        raise ModelError(f"{file}: tensor {shown(name)} has no rows that can be read")
-    return [read_numbers(_rows(entry, row, 1)).tolist() for row in rows]
+def read_rows(matrix: TensorEntry, rows: Sequence[int]) -> list[list[float]]:
+    """Return rows of a matrix, dequantized. One without a second dimension is one row. Raises ModelError."""
+    shape = matrix.shape if len(matrix.shape) > 1 else (1, *matrix.shape)
+    if len(shape) != 2 or matrix.dtype not in BLOCKS or matrix.dtype in GGUF_DEQUANTIZED:
+        raise ModelError(f"{matrix.file}: tensor {shown(matrix.name)} has no rows that can be read")
+    matrix = replace(matrix, shape=shape)
+    return [read_numbers(_rows(matrix, row, 1)).tolist() for row in rows]
 
 
 def read_numbers(entry: TensorEntry, progress: Callable[[int], None] = lambda _nbytes: None) -> Tensor:

@@ -100,10 +100,19 @@ class BlockMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskRows:
-    """Request for rows of a matrix in a GGUF file, dequantized. Answered with `WeightRows`."""
+    """Request for rows of a matrix in a GGUF file, dequantized. Answered with `WeightRows`.
+
+    It says where the matrix is, so that no step waits while the engine reads the file's header.
+    """
 
     file: str
     tensor: str
+    dtype: str
+    """Type of its blocks, as in the file."""
+    shape: tuple[int, ...]
+    offset: int
+    """First byte of the matrix in the file."""
+    nbytes: int
     rows: tuple[int, ...]
 
 

@@ -26,6 +26,7 @@ from typing import Final, Protocol
 
 from setproctitle import setproctitle
 
+from ..checkpoint.safetensors import TensorEntry
 from ..config import EngineConfig
 from ..errors import EngineError
 from ..hardware.gpus import name_gpus
@@ -253,7 +254,9 @@ def _read_rows(asked: AskRows) -> WeightRows:
     from ..gguf.tensors import read_rows  # noqa: PLC0415 - a fake engine must do without torch
 
     try:
-        return WeightRows(asked=asked, rows=read_rows(Path(asked.file), asked.tensor, asked.rows))
+        place = (asked.dtype, asked.shape, asked.offset, asked.nbytes)
+        matrix = TensorEntry(Path(asked.file), asked.tensor, *place)
+        return WeightRows(asked=asked, rows=read_rows(matrix, asked.rows))
     except EngineError as error:
         log.warning("%s", error)
         return WeightRows(asked=asked, rows=[])

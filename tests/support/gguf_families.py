@@ -41,6 +41,8 @@ LLAMA4: dict[str, Any] = {
     "attn_scale": 0.1,
     "attention_bias": False,
 }
+GROWING = YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}
+LATENT = {"DEEPSEEK2", "MISTRAL4", "KIMI_LINEAR"}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", "GPT_OSS", {}),
     "qwen2moe": ("qwen2_moe", "QWEN2MOE", {"mlp_only_layers": []}),
@@ -60,6 +62,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dots1": ("dots1", "DOTS1", {"sliding_window": None, "max_window_layers": 2}),
     "minimax-m2": ("minimax_m2", "MINIMAXM2", {}),
     "mistral3": ("ministral3", "MISTRAL3", {}),
+    "mistral4": ("mistral4", "MISTRAL4", {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.1}}),
+    "mistral-large3": ("mistral4", "DEEPSEEK2", {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.5}}),
     "phi3": ("phi3", "PHI3", {}),
     "granitemoe": ("granitemoe", "GRANITE_MOE", {}),
     "granitemoe-shared": ("granitemoeshared", "GRANITE_MOE", {}),
@@ -207,7 +211,8 @@ def converted(arrays: Arrays, arch: str, config: dict[str, Any]) -> Arrays:
         arrays = of_granite(arrays, config)
     rules: dict[str, Callable[[Arrays, dict[str, Any]], Arrays]] = {
         "GPT_OSS": of_gpt_oss,
-        "DEEPSEEK2": of_deepseek,
+        "DEEPSEEK2": of_mistral_large3 if config["model_type"] == "mistral4" else of_deepseek,
+        "MISTRAL4": of_mistral4,
         "GEMMA3N": of_gemma3n,
         "LLAMA4": of_llama4,
         "KIMI_LINEAR": of_kimi,
@@ -443,6 +448,24 @@ def of_deepseek(arrays: Arrays, config: dict[str, Any]) -> Arrays:
     return found
 
 
+def of_mistral4(arrays: Arrays, config: dict[str, Any]) -> Arrays:
+    stacks = ("experts.gate_up_proj", "experts.down_proj")
+    named = {f"{name}.weight" if name.endswith(stacks) else name: array for name, array in arrays.items()}
+    return of_deepseek(named, config)
+
+
+def of_mistral_large3(arrays: Arrays, config: dict[str, Any]) -> Arrays:
+    """As a DeepSeek, whose files have gates apart."""
+    found: Arrays = {}
+    for name, array in of_mistral4(arrays, config).items():
+        if "gate_up_proj" in name:
+            gates, ups = np.split(array, 2, axis=1)
+            found[name.replace("gate_up", "gate")], found[name.replace("gate_up", "up")] = gates, ups
+        else:
+            found[name] = array
+    return found
+
+
 def of_kimi(arrays: Arrays, config: dict[str, Any]) -> Arrays:
     found: Arrays = {}
     for name, array in arrays.items():
@@ -494,7 +517,7 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> 
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    if arch not in {"DEEPSEEK2", "KIMI_LINEAR"}:
+    if arch not in LATENT:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     add_rope(writer, arch, config, head_dim)
@@ -538,7 +561,7 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> 
         else:
             inner = config["moe_intermediate_size" if arch.endswith("MOE") else "intermediate_size"]
             writer.add_feed_forward_length([inner * (kind in {"mlp", "moe"}) for kind in kinds])
-    if arch in {"DEEPSEEK2", "KIMI_LINEAR"}:
+    if arch in LATENT:
         add_latent(writer, config)
     if arch == "KIMI_LINEAR":
         writer.add_head_count_kv([int(kind == "full_attention") for kind in config["layer_types"]])
@@ -557,12 +580,14 @@ def add_rope(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any], head_di
         theta *= rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))
     writer.add_rope_freq_base(theta)
     part = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if arch not in {"DEEPSEEK2", "KIMI_LINEAR"}:
+    if arch not in LATENT:
         writer.add_rope_dimension_count(int(config.get("rotary_dim") or head_dim * part))
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if arch == "DEEPSEEK2" and config["model_type"] == "mistral4":
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if arch == "MISTRAL3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])

@@ -17,7 +17,15 @@ from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.choice_stream import as_base64, unit_vector
 from ...gateway.generation import Generation
-from ...text.reranker import Classifier, Reranker, build_rerank_prompts, not_a_classifier, read_classifier
+from ...text.reranker import (
+    Classifier,
+    Reranker,
+    build_rerank_prompts,
+    class_rows_of_gguf,
+    classifier_of,
+    not_a_classifier,
+    read_classifier,
+)
 from ...util.threads import off_loop
 from ..server.request import StrictRequest
 from .completions import prompt_ids, prompt_items, with_prompt
@@ -214,9 +222,16 @@ def _common(
 
 
 async def find_classifier(model: LoadedModel) -> Classifier | None:
+    """Return the model's classification head; None for a model without one. Raises ApiError 503 if its engine
+    has the rows and does not answer.
+    """
+    path, loaded_at, info = model.path, model.loaded_at, model.supervisor.info
+    labels = 0 if info is None else info.num_labels
     try:
-        labels = 0 if model.supervisor.info is None else model.supervisor.info.num_labels
-        return await off_loop(1 << 20, lambda: read_classifier(model.path, model.loaded_at, labels))
+        asked = None if labels else await off_loop(1 << 20, lambda: class_rows_of_gguf(path, loaded_at))
+        if asked is not None:
+            return classifier_of(path, await model.supervisor.weight_rows(asked))
+        return await off_loop(1 << 20, lambda: read_classifier(path, loaded_at, labels))
     except ModelError:
         return None
 

@@ -152,6 +152,22 @@ def test_a_model_with_a_row_of_scores_scores_as_transformers(http, root):
         assert score == pytest.approx(wanted, abs=1e-4)
 
 
+def answer_rows(folder, labels):
+    """The probabilities of the answers behind a text as it is, of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = [tokenizer.token_to_id(label) for label in labels]
+
+    @torch.inference_mode()
+    def probabilities(text):
+        logits_V = model(torch.tensor([tokenizer.encode(text).ids])).logits[0, -1]
+        return logits_V[ids].softmax(0).tolist()
+
+    return probabilities
+
+
 def converted(root, labels=("yes", "no")):
     """A folder with what llama.cpp's converter of rerankers writes: no head, and its rows of both answers."""
     folder = root / "converted"
@@ -184,6 +200,13 @@ def test_a_gguf_file_with_rows_of_answers_scores_as_its_source(
     pairs = {"model": name, "text_1": QUERY, "text_2": DOCUMENTS}
     told = http.post("/v1/score", json=pairs).json()["data"]
     assert [each["score"] for each in told] == scores(http, name)
+    classes = http.post("/classify", json={"model": name, "input": DOCUMENTS}).json()["data"]
+    wanted = answer_rows(root / "asked", labels)
+    for each, document in zip(classes, DOCUMENTS, strict=True):
+        assert each["probs"] == pytest.approx(wanted(document), abs=near)
+        assert each["label"] == labels[each["probs"].index(max(each["probs"]))]
+    pooled = http.post("/pooling", json={"model": name, "input": DOCUMENTS}).json()["data"]
+    assert [each["data"] for each in pooled] == [each["probs"] for each in classes]
     refused = http.post("/v1/completions", json={"model": name, "prompt": "a"})
     assert refused.json()["error"]["code"] == "generation_not_supported"
     made = http.post("/v1/embeddings", json={"model": name, "input": "the fox"}).json()["data"]
@@ -395,6 +418,7 @@ def test_pooling_of_other_models_is_their_vector(http):
     [
         ("/classify", {"model": "asked"}, "model"),
         ("/classify", {"model": "vectors"}, "model"),
+        ("/classify", {"model": "scorer", "input": ["a" * 10**5]}, "input"),
         ("/classify", {"model": "sorter", "input": []}, "input"),
         ("/classify", {"model": "sorter", "input": ["a", ""]}, "input[1]"),
         ("/pooling", {"model": "vectors", "task": "classify"}, "model"),

@@ -1,9 +1,11 @@
 """Encoders as GGUF files, as llama.cpp writes them: the vectors of their checkpoints."""
 
 import json
+import re
 import shutil
 from array import array
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +21,12 @@ from llmbox.app.errors import CliError
 from llmbox.app.hub.model_info import local_facts
 from llmbox.app.models.catalog import directory
 from llmbox.app.models.gguf_folders import folder_of
+from llmbox.app.text.reranker import read_classifier
 from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.engine.errors import ModelError
+from llmbox.engine.gguf.folder import vector_files
 from llmbox.engine.gguf.matrices import check_matrices
-from llmbox.engine.gguf.reader import read_gguf
+from llmbox.engine.gguf.reader import GgufFile, read_gguf
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.model_config.encoders.pooling import read_prompts
 from llmbox.engine.quantize.convert_gguf import convert
@@ -44,6 +48,7 @@ from support.tiny_models import make_tiny_model, write_json
 TEXTS = {"one": [7], "short": [3, 9, 11, 300, 4], "long": [3 + 7 * i % 300 for i in range(70)]}
 ARCHITECTURES = {
     "bert": "BERT",
+    "distilbert": "BERT",
     "xlm-roberta": "BERT",
     "jina_reranker": "BERT",
     "nomic_bert": "NOMIC_BERT",
@@ -85,6 +90,10 @@ def vectors(
 def with_usual_names(config: dict[str, Any]) -> dict[str, Any]:
     """Values of a config under the names that most have."""
     others = {
+        "dim": "hidden_size",
+        "hidden_dim": "intermediate_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
         "n_embd": "hidden_size",
         "n_inner": "intermediate_size",
         "n_layer": "num_hidden_layers",
@@ -145,7 +154,7 @@ def write_encoder(
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_layer_norm_eps(config["norm_eps" if kind == "modernbert" else "layer_norm_eps"])
+    writer.add_layer_norm_eps(config.get("norm_eps" if kind == "modernbert" else "layer_norm_eps", 1e-12))
     writer.add_causal_attention(False)
     if kind in {"nomic_bert", "nomic_v2", "jina_v3"}:
         writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
@@ -178,8 +187,9 @@ def write_encoder(
             parts = {f"{name}.weight": stack if name.endswith("w1") else stack.swapaxes(1, 2).copy()}
         for part, values in parts.items():
             plain = part.removeprefix("roberta.").replace(".parametrizations.weight.original", ".weight")
-            if kind == "modernbert":  # as the converter, for models with labels
-                plain = plain.removeprefix("model.").replace("classifier.", "classifier.out_proj.")
+            if kind in {"modernbert", "distilbert"}:  # as the converter, for models with labels
+                plain = plain.removeprefix("model.").removeprefix("distilbert.")
+                plain = re.sub(r"^classifier\.", "classifier.out_proj.", plain)
             place = names.get_name(plain, try_suffixes=(".weight", ".bias"))
             if place is not None and "pooler" not in part:
                 is_table = place.startswith(("position", "token_types"))
@@ -317,7 +327,8 @@ def test_pooling_is_that_of_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "labels"), [("xlm-roberta", 1), ("xlm-roberta", 3), ("modernbert", 1), ("jina_reranker", 1)]
+    ("kind", "labels"),
+    [("xlm-roberta", 1), ("xlm-roberta", 3), ("modernbert", 1), ("jina_reranker", 1), ("distilbert", 3)],
 )
 def test_scores_of_a_reranker_are_those_of_the_source(tmp_path: Path, kind: str, labels: int) -> None:
     source, more = tmp_path / "model", {"classifier_pooling": "mean"} if kind == "modernbert" else {}
@@ -325,10 +336,15 @@ def test_scores_of_a_reranker_are_those_of_the_source(tmp_path: Path, kind: str,
         make_source(source, kind)
     else:
         make_encoder(source, kind, "ForSequenceClassification", num_labels=labels, **more)
-    file = write_encoder(source, tmp_path / "t.gguf", kind, pooling_type=gguf.PoolingType.RANK)
+    names = [f"label {number}" for number in range(labels)]
+    more = {"pooling_type": gguf.PoolingType.RANK, "classifier_output_labels": names}
+    file = write_encoder(source, tmp_path / "t.gguf", kind, **more)
     check_matrices(read_gguf(file))
     folder = folder_of(file, tmp_path / "home")
     assert load(folder).info.num_labels == labels
+    found_names = read_classifier(folder, 0.0, labels)
+    assert found_names is not None
+    assert found_names.labels == names
     found, wanted = (vectors(each, pooling="classify") for each in (folder, source))
     for name in TEXTS:
         assert found[name].shape == (labels,)
@@ -382,6 +398,47 @@ def test_other_rerankers_of_decoders_are_refused(
     assert why in refused.value.why
 
 
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
+    """The header of a file with three labels."""
+    root = tmp_path_factory.mktemp("classifier")
+    make_encoder(source := root / "model", "xlm-roberta", "ForSequenceClassification", num_labels=3)
+    return read_gguf(write_encoder(source, root / "t.gguf", "xlm-roberta"))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"cls.output.bias": None}, "'cls.output.bias' is missing"),
+        ({"cls.output.bias": (2,)}, "'cls.output.bias' has shape [2]"),
+        ({"cls.bias": None}, "'cls.bias' is missing"),
+        ({"cls.weight": (64, 32)}, "'cls.weight' has shape [64, 32]"),
+        ({"cls.weight": None}, "only RoBERTa, XLM-R, DistilBERT and ModernBERT"),
+        ({"labels": ["a", "b"]}, "bert.classifier.output_labels must be 3 texts"),
+        ({"labels": [1, 2, 3]}, "bert.classifier.output_labels must be 3 texts"),
+    ],
+)
+def test_damaged_heads_are_refused_by_name(classifier: GgufFile, change: dict[str, Any], why: str) -> None:
+    """From the header alone, so that `fit` says it too."""
+    labels = change.get("labels", ["a", "b", "c"])
+    metadata = {**classifier.metadata, "bert.classifier.output_labels": labels}
+    tensors = dict(classifier.tensors)
+    for name, shape in change.items():
+        if shape is None:
+            del tensors[name]
+        elif name != "labels":
+            tensors[name] = replace(tensors[name], shape=shape)
+    damaged = replace(classifier, metadata=metadata, tensors=tensors)
+
+    def read_head() -> None:
+        check_matrices(damaged)
+        vector_files(damaged)
+
+    with pytest.raises(ModelError) as refused:
+        read_head()
+    assert why in str(refused.value)
+
+
 def test_import_refuses_them(tmp_path: Path) -> None:
     file = write_encoder(make_source(tmp_path / "model", "bert"), tmp_path / "t.gguf", "bert")
     with pytest.raises(ModelError, match="are served as they are"):
@@ -391,7 +448,7 @@ def test_import_refuses_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pooling", "why"),
     [
-        (gguf.PoolingType.RANK, "only those of XLM-R and ModernBERT"),
+        (gguf.PoolingType.RANK, "only RoBERTa, XLM-R, DistilBERT and ModernBERT"),
         (SimpleNamespace(value=9), "pooling_type is 9, 0 to 4 is known"),
     ],
 )

@@ -1,7 +1,10 @@
 """The header of a GGUF file: what is read, and what is refused in words."""
 
+import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -11,7 +14,8 @@ from hypothesis import strategies as st
 
 from llmbox.engine.errors import ModelError
 from llmbox.engine.gguf.config import config_of
-from llmbox.engine.gguf.reader import is_gguf, read_gguf
+from llmbox.engine.gguf.folder import ROWS_FILE, find_matrix, write_folder
+from llmbox.engine.gguf.reader import GgufFile, is_gguf, read_gguf
 from llmbox.engine.gguf.tensors import read_rows
 from support.gguf_models import write_gguf
 from support.odd_files import KINDS, make_odd, no_hanging
@@ -29,11 +33,47 @@ def test_rows_are_those_of_the_library(tmp_path: Path, kind: str) -> None:
     file = write_gguf(source, tmp_path / "t.gguf", kind)
     stored = next(each for each in gguf.GGUFReader(file).tensors if each.name == "output.weight")
     wanted = gguf.dequantize(stored.data, stored.tensor_type)
-    found = read_rows(file, "output.weight", (7, 2))
+    (folder := tmp_path / "folder").mkdir()
+    write_folder(read_gguf(file), folder)
+    found = read_rows(asked := find_matrix(folder, "output.weight"), (7, 2))
     np.testing.assert_array_equal(np.array(found, np.float32), wanted[[7, 2]])
-    for name, row in (("output.weight", 320), ("output_norm.weight", 0), ("other", 0)):
-        with pytest.raises(ModelError, match=r"rows that can be read|are wanted"):
-            read_rows(file, name, (row,))
+    one = replace(asked, shape=(256,), nbytes=asked.nbytes // 320)
+    assert read_rows(one, (0,)) == [wanted[0].tolist()]
+    others: tuple[dict[str, Any], ...] = (
+        {"shape": (1, 1, 256)},
+        {"dtype": "Q9"},
+        {"file": Path("/none")},
+    )
+    for other in others:
+        with pytest.raises(ModelError, match=r"rows that can be read|cannot be read"):
+            read_rows(replace(asked, **other), (0,))
+    with pytest.raises(ModelError, match=r"'cls\.output\.weight' is missing"):
+        find_matrix(folder, "cls.output.weight")
+    with pytest.raises(ModelError, match="321 are wanted"):
+        read_rows(asked, (320,))
+
+
+def test_rows_are_found_without_the_header_unless_the_file_has_changed(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(file, moved := tmp_path / "t.gguf")
+    (folder := tmp_path / "folder").mkdir()
+    write_folder(read_gguf(moved), folder)
+    headers: list[Path] = []
+
+    def read(path: Path) -> GgufFile:
+        headers.append(path)
+        return read_gguf(path)
+
+    monkeypatch.setattr("llmbox.engine.gguf.folder.read_gguf", read)
+    asked = find_matrix(folder, "output.weight")
+    assert not headers
+    for damage in ("", "[]", "{}", '{"output.weight": 1}', '{"output.weight": {"stamp": 3}}'):
+        (folder / ROWS_FILE).write_text(damage)
+        assert find_matrix(folder, "output.weight") == asked
+    moved.write_bytes(moved.read_bytes() + bytes(32))
+    assert find_matrix(folder, "output.weight") == asked
+    assert headers == [moved] * 6
 
 
 @pytest.fixture(scope="module")

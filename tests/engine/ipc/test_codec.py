@@ -41,7 +41,15 @@ INFO = m.ModelInfo(
     context_window=1, vocab_size=2, block_size=3, num_blocks=4, weights_bytes=5, kv_bytes=6,
     kv_bytes_per_token=7, workspace_bytes=8, max_running=9, max_concurrency=1.5, load_seconds=0.5,
 )  # fmt: skip
-ROWS = AskRows(file="/models/ü.gguf", tensor="output.weight", rows=(3, 1))
+ROWS = AskRows(
+    file="/models/ü.gguf",
+    tensor="output.weight",
+    dtype="Q8_0",
+    shape=(9, 64),
+    offset=1 << 40,
+    nbytes=612,
+    rows=(3, 1),
+)
 TO_ENGINE = [
     m.Start(config=EngineConfig(model_path="/models/ü", name="a", threads=2)),
     m.AddRequest(request_id="r", prompt_ids=[1, 2, 3], params=PARAMS, output_ids=[9], fork_of="q"),
