@@ -136,6 +136,13 @@ def purge(program: Program, *, older_than: float, what: str | None, yes: bool, a
 
 
 def _path(request_id: str) -> str:
+    if not request_id.strip("/"):
+        raise CliError(
+            f"{request_id!r} is no request",
+            "an id has letters and digits",
+            "llmbox requests -q",
+            Exit.NOT_FOUND,
+        )
     return f"/admin/api/requests/{quote(request_id, safe='')}"
 
 
@@ -270,6 +277,7 @@ def _follow_rows(program: Program, path: str, filters: Mapping[str, Any]) -> Ite
         for row in reversed(rows):
             yield {name: value for name, value in row.items() if name != "seq"}
         for kind, data in stream.events():
+            output.require_reader()
             if kind not in ENDS:
                 continue
             row = json.loads(data)
