@@ -312,7 +312,8 @@ def _print(answer: Mapping[str, Any]) -> None:
     elif not answer["in_flight"]:
         output.say("No finished request matches.")
     if answer["dropped"]:
-        output.say(f"{answer['dropped']} rows were lost to a full disk or queue; see llmbox logs.")
+        lost = "1 row was" if answer["dropped"] == 1 else f"{answer['dropped']} rows were"
+        output.say(f"{lost} lost to a full disk or queue; see llmbox logs.")
 
 
 def _row(row: Row) -> Sequence[object]:
