@@ -115,7 +115,7 @@ class Client:
         data = None
         if body is not None:
             headers["Content-Type"] = "application/json"
-            data = json.dumps(body).encode()
+            data = json.dumps(body, ensure_ascii=False).encode()  # text that is not UTF-8 is refused here
         try:
             connection.request(method, path, data, headers)
             return connection, connection.getresponse()

@@ -7,6 +7,7 @@ one progress line every 5 s.
 import contextlib
 import json
 import os
+import select
 import shutil
 import sys
 import time
@@ -33,6 +34,17 @@ def write(text: str) -> None:
 def say(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def require_reader() -> None:
+    """Raise BrokenPipeError if nobody reads stdout any more: without output a follower would not notice."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout, 0)
+    except ValueError:  # stdout is no file
+        return
+    if any(event & select.POLLERR for _, event in poll.poll(0)):
+        raise BrokenPipeError
 
 
 def write_lines(lines: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 lines on stderr and an exit code.
 """
 
+import errno
 import os
 import re
 import sys
@@ -262,8 +263,34 @@ def run(arguments: Sequence[str] | None, program: Program) -> int:
         return Exit.FAILED
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
+    except UnicodeEncodeError as error:
+        output.print_error(_not_utf8(error))
+        return Exit.USAGE
     except (StdoutClosed, BrokenPipeError):
         # Point stdout elsewhere, or Python complains at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.OK
+    except OSError as error:  # of the disk, permissions, names: nothing that a traceback would explain
+        output.print_error(_of_os_error(error))
+        return Exit.FAILED
     return code if isinstance(code, int) else Exit.OK
+
+
+def _not_utf8(error: UnicodeEncodeError) -> CliError:
+    """Error of text that cannot be encoded. A lone surrogate stands for a byte of the command line."""
+    code = ord(error.object[error.start])
+    if not 0xDC80 <= code <= 0xDCFF:
+        return CliError("text cannot be printed", str(error), "set LANG to a locale with UTF-8, as C.UTF-8")
+    why = f"a word of it holds the byte 0x{code & 0xFF:02x}, which begins no character"
+    return CliError("the command line is not UTF-8", why, "type it in a terminal with UTF-8")
+
+
+def _of_os_error(error: OSError) -> CliError:
+    fixes = {
+        errno.ENOSPC: "make room: llmbox df shows what models take",
+        errno.EDQUOT: "make room: llmbox df shows what models take",
+        errno.ENAMETOOLONG: "give a shorter name",
+    }
+    why = error.strerror or str(error)
+    fix = fixes.get(error.errno or 0, "llmbox doctor checks folders, disks and permissions")
+    return CliError("a file cannot be used", f"{error.filename}: {why}" if error.filename else why, fix)

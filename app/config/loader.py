@@ -235,7 +235,7 @@ def _number(value: float) -> str:
 
 def _bad(row: SettingSpec, place: str, why: str) -> CliError:
     return CliError(
-        f"bad value for {row.name} ({place})",
+        f"bad value for {row.name}" + (f" ({place})" if place != row.name else ""),
         f"{row.name} {why}",
         f"llmbox config show {row.section}",
         Exit.USAGE,

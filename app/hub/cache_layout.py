@@ -37,7 +37,9 @@ def find_adoptable(place: Path, gguf_home: Path | None = None) -> list[Adoptable
     """
     folder = place.expanduser().resolve()
     if not folder.exists():
-        raise CliError(f"no directory {folder}", "it does not exist", "name a folder", Exit.NOT_FOUND)
+        raise CliError(
+            f"{folder} does not exist", "nothing is there to adopt", "name a folder", Exit.NOT_FOUND
+        )
     if gguf_home is not None and folder.is_file() and is_gguf(folder):
         return [_adoptable_gguf(folder, gguf_home)]
     if not folder.is_dir():

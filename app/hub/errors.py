@@ -106,7 +106,7 @@ def unreachable(endpoint: str, error: object, *, is_definite: bool = False) -> H
         "hub_unreachable",
         f"{endpoint} cannot be reached",
         str(error) or type(error).__name__,
-        "check the network, HF_ENDPOINT and HTTPS_PROXY, then try again: downloaded bytes are kept",
+        "check the network, HF_ENDPOINT and HTTPS_PROXY, then try again; a download resumes where it stopped",
         retry=True,
         is_definite=is_definite,
     )

@@ -230,7 +230,9 @@ def _of_gguf(snapshot: ModelRef, match: re.Match[str], gguf_home: Path | None) -
 def directory(path: Path) -> ModelRef:
     folder = path.expanduser().resolve()
     if not folder.exists():
-        raise CliError(f"no directory {folder}", "it does not exist", "llmbox ls", Exit.NOT_FOUND)
+        raise CliError(
+            f"{folder} does not exist", "no model is there", "see what is on disk: llmbox ls", Exit.NOT_FOUND
+        )
     if not folder.is_dir():
         raise not_a_folder(folder)
     config = folder / "config.json"

@@ -303,7 +303,8 @@ class RequestLog:
         try:
             self._engine = open_database(self.path)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the file, serving goes on
-            log.warning("the request log %s cannot be opened: %s", self.path, error)
+            reason = getattr(error, "orig", error)  # without SQLAlchemy's lines on where to read more
+            log.warning("the request log %s cannot be opened: %s", self.path, reason)
         self._opened.set()
 
     def _insert(self, rows: list[_Item]) -> None:

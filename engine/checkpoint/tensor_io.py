@@ -210,7 +210,8 @@ def require_free_space(folder: Path, need: int) -> None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < need:
-        raise ModelError(f"{folder} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are needed")
+        why = f"{free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are needed"
+        raise ModelError(f"{folder} has {why}: free some space, or take another folder")
 
 
 @contextmanager

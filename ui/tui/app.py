@@ -141,6 +141,7 @@ class Dashboard(App[None]):
     @on(Connected)
     def _connected(self) -> None:
         self.state.lost = ""
+        self.post_message(FetchData("downloads", "downloads"))  # all screens show alerts, and failed ones are
         if isinstance(self.screen, DashboardScreen):
             self.screen.ask()
 

@@ -30,6 +30,24 @@ from ...lifecycle.program import Command, Program, pass_program
 from .. import output
 from .bench_find import default_model, find_point, id_range, local_url, no_success, show_ms
 
+COUNT = click.IntRange(1)
+
+
+class StreamCounts(click.ParamType[list[int]]):
+    """Numbers of streams, separated by commas."""
+
+    name = "numbers"
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> list[int]:
+        if isinstance(value, list):
+            return value
+        try:
+            return [COUNT.convert(each.strip(), parameter, context) for each in value.split(",")]
+        except click.BadParameter:
+            self.fail(f"{value!r} is not a list of numbers above 0, such as 1,4,16.", parameter, context)
+
 
 @click.command(cls=Command)
 @click.argument("model", required=False)
@@ -37,6 +55,8 @@ from .bench_find import default_model, find_point, id_range, local_url, no_succe
 @click.option("--key", metavar="KEY", envvar="LLMBOX_BENCH_KEY", default="", help="API key for --url.")
 @click.option(
     "--concurrency",
+    "levels",
+    type=StreamCounts(),
     metavar="N,N",
     default="1,4,16",
     show_default=True,
@@ -45,12 +65,21 @@ from .bench_find import default_model, find_point, id_range, local_url, no_succe
 @click.option(
     "--requests",
     "per_level",
+    type=click.IntRange(0),
     metavar="N",
     default=0,
     help="Requests per concurrency level; default: 4 for each stream, at least 8.",
 )
-@click.option("--prompt", metavar="N", default=128, show_default=True, help="Prompt tokens.")
-@click.option("--output", "output_tokens", metavar="N", default=128, show_default=True, help="Output tokens.")
+@click.option("--prompt", type=COUNT, metavar="N", default=128, show_default=True, help="Prompt tokens.")
+@click.option(
+    "--output",
+    "output_tokens",
+    type=COUNT,
+    metavar="N",
+    default=128,
+    show_default=True,
+    help="Output tokens.",
+)
 @click.option(
     "--scenario",
     type=click.Choice(["load", *SCENARIOS, "all"]),
@@ -60,7 +89,12 @@ from .bench_find import default_model, find_point, id_range, local_url, no_succe
 )
 @click.option("--scale", type=click.Choice(list(SCALES)), default="full", help="Workload size of a scenario.")
 @click.option(
-    "--rounds", metavar="N", default=5, show_default=True, help="Rounds of a scenario, interleaved."
+    "--rounds",
+    type=COUNT,
+    metavar="N",
+    default=5,
+    show_default=True,
+    help="Rounds of a scenario, interleaved.",
 )
 @click.option(
     "--ids",
@@ -166,7 +200,6 @@ def _load(
             "llmbox bench --profile",
         )
     target = BenchTarget(url or local_url(program), model, key)
-    levels = [int(level) for level in options["concurrency"].split(",")]
     profiles: dict[int, LevelProfile] = {}
 
     async def measure(level: int, work: Workload) -> BenchRun:
@@ -178,7 +211,7 @@ def _load(
             profiles[level] = session.of_level(result.seconds)
         return result
 
-    rows = asyncio.run(_levels(target, levels, options, measure))
+    rows = asyncio.run(_levels(target, options, measure))
     data = _figures(target, rows, profiles)
     _keep(program, target, data)
     compared = ratios(data, before) if before is not None else None
@@ -242,15 +275,16 @@ def _keep(program: Program, target: BenchTarget, levels: list[dict[str, Any]]) -
 
 async def _levels(
     target: BenchTarget,
-    levels: list[int],
     options: dict[str, Any],
     measure: Callable[[int, Workload], Awaitable[BenchRun]],
 ) -> list[LevelResult]:
     rows = []
     # New prompts in every run: those of the last one may be in the server's prefix cache.
     prompts = Prompts(token_hex(8), id_range(options["ids"]))
-    await run(target, uniform(prompts, 1, 1, options["prompt"], 8))  # the first request pays for warm-up
-    for level in levels:
+    first = await run(target, uniform(prompts, 1, 1, options["prompt"], 8))  # it pays for warm-up
+    if first.errors:
+        raise no_success(target, first.errors[0])
+    for level in options["levels"]:
         count = options["per_level"] or max(8, 4 * level)
         work = uniform(prompts, count, level, options["prompt"], options["output_tokens"])
         result = await measure(level, work)

@@ -193,7 +193,7 @@ def check(program: Program, *, as_json: bool, quiet: bool) -> int:
 def _print(state: DatabaseState) -> None:
     output.write(f"{state.path}: {'sound' if state.sound else 'DAMAGED'}, {formatting.size(state.size)}")
     for name, count in state.rows.items():
-        output.write(f"  {name}: {count} rows")
+        output.write(f"  {name}: {count} row{'' if count == 1 else 's'}")
     for finding in state.findings:
         output.write(f"  {formatting.printable(finding)}")
     if not state.sound:

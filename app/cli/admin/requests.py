@@ -136,6 +136,13 @@ def purge(program: Program, *, older_than: float, what: str | None, yes: bool, a
 
 
 def _path(request_id: str) -> str:
+    if not request_id.strip("/"):
+        raise CliError(
+            f"{request_id!r} is no request",
+            "an id has letters and digits",
+            "llmbox requests -q",
+            Exit.NOT_FOUND,
+        )
     return f"/admin/api/requests/{quote(request_id, safe='')}"
 
 
@@ -270,6 +277,7 @@ def _follow_rows(program: Program, path: str, filters: Mapping[str, Any]) -> Ite
         for row in reversed(rows):
             yield {name: value for name, value in row.items() if name != "seq"}
         for kind, data in stream.events():
+            output.require_reader()
             if kind not in ENDS:
                 continue
             row = json.loads(data)
@@ -304,7 +312,8 @@ def _print(answer: Mapping[str, Any]) -> None:
     elif not answer["in_flight"]:
         output.say("No finished request matches.")
     if answer["dropped"]:
-        output.say(f"{answer['dropped']} rows were lost to a full disk or queue; see llmbox logs.")
+        lost = "1 row was" if answer["dropped"] == 1 else f"{answer['dropped']} rows were"
+        output.say(f"{lost} lost to a full disk or queue; see llmbox logs.")
 
 
 def _row(row: Row) -> Sequence[object]:

@@ -34,6 +34,8 @@ from .. import output
 from ..options import mmproj_option, read_flags, setting_options
 from .fit_prediction import prediction_options, read_request, report_prediction
 
+NAME = 12
+"""Characters of the column of names."""
 FLAGS = (
     *("device", "dtype", "kv_dtype", "quant", "quant_head", "ctx", "max_running", "token_budget", "memory"),
     *("tp", "pp", "kv_host_memory", "expert_parallel", "redundant_experts", "cpu_experts", "disaggregate"),
@@ -117,10 +119,10 @@ def report(
         for text, nbytes in sizes.items():
             excess = "" if nbytes <= config.lora_bytes else ", more than there is: --lora-memory GB"
             of = f"{formatting.size(nbytes)} of {formatting.size(config.lora_bytes)} for adapters{excess}"
-            output.write(f"  {'adapter':10} {formatting.printable(text)}: {of}")
+            output.write(f"  {'adapter':{NAME}} {formatting.printable(text)}: {of}")
         if result.plan is None:
             for text in smaller_models(result.name, recommendations(program, config)):
-                output.write(f"  {'fits here':10} {text}")
+                output.write(f"  {'fits here':{NAME}} {text}")
         elif slow := slow_warning(result.speed, recommendations(program)):
             output.say(f"Note: {slow}")
     return Exit.OK if fits else Exit.DOES_NOT_FIT
@@ -193,8 +195,8 @@ def recommendations(program: Program, config: EngineConfig | None = None) -> lis
 def _print(result: Fit) -> None:
     output.write(verdict(result))
     for name, value in fit_rows(result).items():
-        output.write(f"  {name:10} {value}")
+        output.write(f"  {name:{NAME}} {value}")
     for remedy in result.remedies:
-        output.write(f"  {'or' if result.plan else 'would fit':10} {remedy}")
+        output.write(f"  {'or' if result.plan else 'would fit':{NAME}} {remedy}")
     for note in result.notes:
         output.say(f"Note: {note}")

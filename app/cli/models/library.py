@@ -291,20 +291,20 @@ def disk_report(program: Program, packed: "PackedWeightCache") -> dict[str, Any]
 
 def print_disk_report(report: Mapping[str, Any]) -> None:
     size = formatting.size
-    output.table(
-        ("NAME", "SOURCE", "SIZE", "UNFINISHED", "REVISIONS"),
-        [
-            (
-                row["name"],
-                row["source"],
-                size(row["size"]),
-                size(row["partial"]) if row["partial"] else "-",
-                row["revisions"],
-            )
-            for row in report["models"]
-        ],
-        right=(2, 3, 4),
-    )
+    models = [
+        (
+            row["name"],
+            row["source"],
+            size(row["size"]),
+            size(row["partial"]) if row["partial"] else "-",
+            row["revisions"],
+        )
+        for row in report["models"]
+    ]
+    if models:
+        output.table(("NAME", "SOURCE", "SIZE", "UNFINISHED", "REVISIONS"), models, right=(2, 3, 4))
+    else:
+        output.write("No models were downloaded or adopted.")
     if report["repacked"]:
         output.write("")
         output.table(

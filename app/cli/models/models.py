@@ -144,7 +144,8 @@ def show(program: Program, ref: str, mmproj: str | None, *, as_json: bool) -> No
         )
     for key, value in shown.items():
         if value is not None:
-            output.write(f"{key.replace('_', ' '):16} {formatting.printable(str(value))}")
+            text = ("yes" if value else "no") if isinstance(value, bool) else str(value)
+            output.write(f"{key.replace('_', ' '):16} {formatting.printable(text)}")
     if memory and memory["info"]:
         _print_info(memory)
 

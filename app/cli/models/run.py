@@ -4,6 +4,7 @@ import contextlib
 import os
 import stat
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -277,8 +278,9 @@ def _loaded(program: Program, model: str) -> dict[str, Any]:
 
 
 def _chat(program: Program, talk: ChatSession) -> None:
+    help_text = textwrap.fill(HELP, output.width())
     with _line_editing(program):
-        output.say(HELP)
+        output.say(help_text)
         while True:
             try:
                 question = input(">>> ").strip()
@@ -303,7 +305,7 @@ def _chat(program: Program, talk: ChatSession) -> None:
             elif question.startswith("/image "):
                 _attach(talk, [question.removeprefix("/image ").strip().strip("'\"")])
             elif question.startswith("/"):
-                output.say(HELP)
+                output.say(help_text)
             elif question:
                 _answer(talk, question)
 

@@ -146,6 +146,7 @@ def _new_lines(path: Path, offset: int) -> Iterator[str]:
                 file.close()
                 file = None
                 continue
+        output.require_reader()
         time.sleep(FOLLOW_INTERVAL)
 
 

@@ -119,6 +119,16 @@ def test_wrong_config_stops_every_start_with_exit_2(llmbox, tmp_path: Path):
         (["config", "set", "server.port", "99999"], Exit.USAGE),
         (["config", "show", "sever"], Exit.USAGE),
         (["requests", "--since", "soon"], Exit.USAGE),
+        (["requests", "show", "/"], Exit.NOT_FOUND),
+        (["requests", "show", "\udcff"], Exit.USAGE),
+        (["bench", "--concurrency", "1,x"], Exit.USAGE),
+        (["bench", "--concurrency", "4,0"], Exit.USAGE),
+        (["bench", "--prompt", "0"], Exit.USAGE),
+        (["bench", "--requests", "-1"], Exit.USAGE),
+        (["bench", "--url", "http://127.0.0.1:1/v1", "--concurrency", "1"], Exit.FAILED),
+        (["load", "x" * 300], Exit.FAILED),
+        (["import", "x" * 300], Exit.FAILED),
+        (["load", "./absent.gguf"], Exit.NOT_FOUND),
         (["serve", "--host", "0.0.0.0"], Exit.DENIED),
     ],
 )
@@ -131,6 +141,26 @@ def test_mistakes_have_their_exit_codes(llmbox, tmp_path: Path, arguments: list[
     assert got == code
     assert out == ""
     assert "Traceback" not in err
+    assert "0.0 tok/s" not in err
+    assert "no directory" not in err
+
+
+def test_an_empty_disk_has_a_sentence_and_no_empty_table(llmbox):
+    code, out, _ = llmbox("df")
+    assert code == 0
+    assert out.startswith("No models were downloaded or adopted.")
+
+
+def test_a_bad_value_names_its_key_once(llmbox):
+    assert (
+        llmbox("config", "set", "server.port", "x")[2].splitlines()[0] == "Error: bad value for server.port"
+    )
+
+
+def test_values_of_a_fit_stand_below_each_other(llmbox):
+    rows = [line[2:] for line in llmbox("fit", "builtin")[1].splitlines() if line.startswith("  ")]
+    assert any(row.startswith("disk buffers ") for row in rows)
+    assert all(row[12] == " " != row[13] for row in rows), rows
 
 
 def test_show_and_ls_of_what_is_on_disk(llmbox, tmp_path: Path):

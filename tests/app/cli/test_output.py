@@ -1,5 +1,7 @@
 import io
 import json
+import os
+import sys
 
 import pytest
 
@@ -94,3 +96,15 @@ def test_sizes(value: float | None, text: str):
 )
 def test_spans(value: float | None, text: str):
     assert formatting.span(value) == text
+
+
+def test_a_follower_notices_that_its_reader_is_gone(monkeypatch: pytest.MonkeyPatch):
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        output.require_reader()
+        os.close(reader)
+        with pytest.raises(BrokenPipeError):
+            output.require_reader()
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    output.require_reader()  # no file: nothing to ask

@@ -8,7 +8,7 @@ import pytest
 
 from llmbox.ui.tui.app import SCREENS
 from llmbox.ui.tui.data.api import Recorder, Replay
-from llmbox.ui.tui.messages import SPARKS, RunAction, StateChanged, TickReceived
+from llmbox.ui.tui.messages import SPARKS, Connected, RunAction, StateChanged, TickReceived
 from llmbox.ui.tui.widgets.dialogs import ConfirmDialog, HelpDialog, InputDialog, KeyValueDialog
 from llmbox.ui.tui.widgets.lines import FixedTable, Lines
 from support.snapshots import NOON, FakeApi, idle_tick, live_request, tick
@@ -355,6 +355,15 @@ async def test_a_failed_download_is_dismissed(stage):
         await scene.press("y")
         await scene.until(lambda: scene.api.posted)
         assert scene.api.posted == [("downloads/dismiss", {"model": "org/typo"})]
+
+
+async def test_a_failed_download_is_an_alert_before_its_screen_was_seen(stage):
+    async with stage((120, 40)) as scene:
+        error = {"what": "the hub cannot be reached", "why": "no network", "fix": ""}
+        failed = {"model": "org/far", "state": "failed", "done": 0, "total": 0, "error": error}
+        scene.api.table["downloads"] = {"downloads": [failed]}
+        scene.app.post_message(Connected())
+        await scene.until(lambda: "org/far: download failed: the hub cannot be reached" in scene.text)
 
 
 def test_a_recording_is_whole_when_requests_and_events_come_at_once(tmp_path):

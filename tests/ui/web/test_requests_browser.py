@@ -130,6 +130,19 @@ def test_an_older_page_stays_where_it_is(window: Window, keys):
     assert newest.text_content() == seen[0]
 
 
+def test_a_row_of_the_history_is_one_block_on_a_phone(window: Window, keys):
+    for _ in range(2):
+        ask(window.panel, keys["open"])
+    window.page.set_viewport_size({"width": 390, "height": 780})
+    window.open("/admin/requests")
+    window.page.locator(".history tbody tr").nth(1).wait_for()
+    looks = window.page.locator(".history tbody tr > *").evaluate_all(
+        "cells => cells.map(cell => { const look = getComputedStyle(cell);"
+        " return [look.borderTopWidth, look.paddingLeft]; })"
+    )
+    assert {tuple(look) for look in looks} == {("0px", "0px")}
+
+
 @pytest.mark.parametrize("kind", ["completion", "chat"])
 def test_two_models_answer_side_by_side(window: Window, second: str, kind: str):
     window.open(f"/admin/playground?model=tiny&other={second}")

@@ -59,7 +59,9 @@ class ModelsScreen(DashboardScreen):
         yield FetchData("downloads", "downloads")
 
     def draw(self) -> None:
-        rows = [row for row in model_rows(self.state) if self.matches(*(text for text, _ in row.cells))]
+        # Downloads are known before the models: alone in the table, they would take the cursor.
+        known = model_rows(self.state) if "models" in self.state.answers else []
+        rows = [row for row in known if self.matches(*(text for text, _ in row.cells))]
         number = len(_items(self.state, "models", "models"))
         title = heading(" Models", self.size.width - 1, self.glyphs, f"{number} in memory, {len(rows)} shown")
         self.query_one("#title", Lines).show([title])

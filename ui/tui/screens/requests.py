@@ -19,9 +19,10 @@ from ..rendering import DASH, Glyphs, Line, bar, clean, count, heading, seconds,
 from ..widgets.lines import Column, FixedTable, Lines, Row
 from .base import DashboardScreen
 
+AGE_WIDTH = 9
 COLUMNS = (
     Column("ID", 16, middle=True),
-    Column("AGE", 9, right=True),
+    Column("AGE", AGE_WIDTH, right=True),
     Column("KEY", 13, rank=9, middle=True),
     Column("MODEL", 0, middle=True, least=18),
     Column("STATE", 9),
@@ -139,7 +140,8 @@ def _ago(value: float) -> str:
         return "now"
     for limit, divisor, name in ((60, 1, "s"), (3600, 60, "min"), (86400, 3600, "h")):
         if value < limit:
-            return f"{int(value / divisor)} {name} ago"
+            age = f"{int(value / divisor)} {name}"
+            return f"{age} ago" if len(age) <= AGE_WIDTH - len(" ago") else age
     return time.strftime("%d %b", time.localtime(time.time() - value))
 
 

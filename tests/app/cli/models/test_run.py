@@ -138,3 +138,18 @@ def test_a_missing_file_needs_no_daemon(box: Box) -> None:
     assert refused.code == Exit.NOT_FOUND
     assert "no file /nowhere/a.png" in refused.err
     assert box.running is None
+
+
+def test_the_help_of_a_chat_breaks_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_more_input(_prompt: str) -> str:
+        raise EOFError
+
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr("builtins.input", no_more_input)
+    monkeypatch.setattr(run, "_line_editing", lambda _program: contextlib.nullcontext())
+    run._chat(SimpleNamespace(), session())
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= 50
+    assert " ".join(lines).split() == run.HELP.split()
