@@ -126,7 +126,7 @@ class Quant:
 
     @property
     def zero(self) -> int:
-        """Number that stands for 0 in grids that are centered: half of all, or 1 of ternary weights."""
+        """Code of 0 in centered grids: half of all codes, or 1 for ternary weights."""
         return 1 if self.bits == 2 else 1 << (self.bits - 1)
 
     @property

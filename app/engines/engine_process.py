@@ -79,7 +79,7 @@ def parse_log_line(line: str) -> tuple[int, str]:
 
 
 class EngineProcess:
-    """Client of one engine process, for one life of it: a restart makes a new one."""
+    """Client of one engine process. A restart creates a new one."""
 
     def __init__(self, name: str, receive: Callable[[ToDaemon], None]) -> None:
         self._name = name
@@ -273,12 +273,12 @@ class PrewarmedProcess:
         """File descriptor by which the end of the fork server is noticed."""
 
     def begin(self) -> None:
-        """Fork the process of the next `take` already, while room is made for its model."""
+        """Fork the process of the next `take` in advance, while room is made for its model."""
         if self._ahead is None and isinstance(self._spare, ForkServer):
             self._ahead = asyncio.create_task(self._fork(self._spare), name="fork ahead")
 
     def discard_ahead(self) -> None:
-        """End the process that `begin` asked for, if nobody took it."""
+        """End the process that `begin` started, if it was not taken."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not ahead.cancel():  # else `_fork` ends it
             _discard(ahead)

@@ -99,7 +99,7 @@ class ModelReadiness:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Readiness of the box, with that of each model."""
+    """Readiness of the daemon and of each model."""
 
     ready: bool
     cause: str

@@ -54,7 +54,7 @@ class NormedValueAttention(Attention):
 
 
 class ExpertsBesideMLP:
-    """Experts that read the residual, beside an MLP, with norms of their own before and behind."""
+    """Experts that read the residual, beside an MLP, with separate norms before and after."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
         assert config.experts is not None
