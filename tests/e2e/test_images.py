@@ -226,7 +226,7 @@ def test_what_is_no_picture_is_refused_by_name(client):
         error = refusal(client, [{"type": kind, kind: {}}, {"type": "text", "text": "hello"}])
         assert error["code"] == "unsupported_content"
     assert refusal(client, parts(RED), model="blind")["code"] == "images_not_supported"
-    assert "at most 4 pictures" in refusal(client, parts(*[RED] * 5))["message"]
+    assert "at most 4 images" in refusal(client, parts(*[RED] * 5))["message"]
     assert "system" in refusal_of_role(client, "system")["message"]
 
 
