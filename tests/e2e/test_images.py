@@ -177,7 +177,7 @@ HOSTILE = {
     "truncated": (RED[: len(RED) // 2 // 4 * 4], "cannot be decoded"),
     "large": (base64.b64encode(bytes(300_001)).decode(), "300,001 bytes"),
     "thread": (encoded(Image.new("RGB", (1, 30_000))), "too long"),
-    "svg": (base64.b64encode(b"<svg xmlns='http://www.w3.org/2000/svg'/>").decode(), "no PNG"),
+    "svg": (base64.b64encode(b"<svg xmlns='http://www.w3.org/2000/svg'/>").decode(), "not a PNG"),
 }
 
 
