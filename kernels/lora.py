@@ -75,7 +75,7 @@ class LoraTiles:
 
     @staticmethod
     def most(rows: int) -> int:
-        """Return the most tiles that so many rows can have."""
+        """Return the maximum number of tiles for so many rows."""
         return min(rows, MAX_SLOTS + rows // TILE_ROWS)
 
     def runs(self) -> list[tuple[int, Tensor]]:

@@ -151,7 +151,7 @@ class Quant:
         return self.groups(inputs) * (self.group // self.step) if self.step else 0
 
     def holds(self, other: "Quant") -> bool:
-        """Return whether weights of `other` are weights of this format as they are: int8 ones run as w8a8."""
+        """Return whether weights of `other` are valid in this format unchanged: int8 ones run as w8a8."""
         kinds = {self.kind, other.kind}
         return (self.bits, self.group, self.step) == (other.bits, other.group, other.step) and (
             len(kinds) == 1 or kinds == {"integer", "rows"}

@@ -58,7 +58,7 @@ class ProcessExit:
         return replace(config, kv_share=share)
 
     def load_error(self, name: str) -> ApiError:
-        """Return the error of a load that ended so: 400 if the model cannot be served, else 500."""
+        """Return the error of a failed load: 400 if the model cannot be served, else 500."""
         failure = self.load_failure
         if failure is not None and failure.code != RankLost.code:
             return ApiError(400, failure.message, code=failure.code)
@@ -195,7 +195,7 @@ class EngineQuery(Generic[Answer]):
 
 
 class EngineQueries:
-    """Questions to a running engine."""
+    """Queries of a running engine."""
 
     def __init__(self, send: Callable[[ToEngine], None]) -> None:
         self.blocks: EngineQuery[BlockMap] = EngineQuery(lambda: send(AskBlocks()))
@@ -232,7 +232,7 @@ class EngineQueries:
             self._profile(is_on=found.is_on).complete(found)
 
     def drop(self) -> None:
-        """Answer all with None: the engine is gone."""
+        """Complete all with None: the engine is gone."""
         for query in (self.blocks, self._profile_starts, self._profile_ends):
             query.complete(None)
         for rows in self._rows.values():

@@ -1,4 +1,4 @@
-"""Model in memory: its engine, tokenizer, users and time to live; readiness of it and of the box."""
+"""Model in memory: its engine, tokenizer, users and time to live; readiness of it and of the daemon."""
 
 import asyncio
 import time

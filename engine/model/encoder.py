@@ -236,7 +236,7 @@ class EncoderLayer:
 
 
 class EncoderExperts:
-    """Experts, of which each row passes the best by a softmax. Their sum may have a bias (nomic v2)."""
+    """Experts; each row uses the best ones by a softmax. Their sum may have a bias (nomic v2)."""
 
     def __init__(self, model: ModelConfig, config: EncoderConfig, weights: Weights, ops: Ops) -> None:
         self.ops, self.activation, self.per_token = ops, config.activation, config.experts[1]
