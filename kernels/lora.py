@@ -53,7 +53,7 @@ class LoraRows:
 
 @dataclass(frozen=True, slots=True)
 class LoraTiles:
-    """The same rows on a GPU, as tiles of one adapter each: their number alone decides what is launched."""
+    """The same rows on a GPU, as tiles of one adapter each. Only their number decides the launches."""
 
     tiles: Tensor
     """int32 [tiles, 1 + TILE_ROWS]: slot and rows. A slot of -1 is no tile, a row of -1 no row."""
@@ -75,7 +75,7 @@ class LoraTiles:
 
     @staticmethod
     def most(rows: int) -> int:
-        """Return the most tiles that so many rows can have."""
+        """Return the maximum number of tiles for so many rows."""
         return min(rows, MAX_SLOTS + rows // TILE_ROWS)
 
     def runs(self) -> list[tuple[int, Tensor]]:
@@ -134,7 +134,7 @@ class ExpertLora:
 
 @dataclass(slots=True)
 class LoraSite:
-    """One linear or embedding, and what the adapters in memory add to it or put in its place."""
+    """One linear or embedding, and the weights that adapters in memory add to it or replace it by."""
 
     weights: dict[int, LoraWeights] = field(default_factory=dict)
     """Weights by slot."""

@@ -126,7 +126,7 @@ class Quant:
 
     @property
     def zero(self) -> int:
-        """Number that stands for 0 in grids that are centered: half of all, or 1 of ternary weights."""
+        """Code of 0 in centered grids: half of all codes, or 1 for ternary weights."""
         return 1 if self.bits == 2 else 1 << (self.bits - 1)
 
     @property
@@ -151,7 +151,7 @@ class Quant:
         return self.groups(inputs) * (self.group // self.step) if self.step else 0
 
     def holds(self, other: "Quant") -> bool:
-        """Return whether weights of `other` are weights of this format as they are: int8 ones run as w8a8."""
+        """Return whether weights of `other` are valid in this format unchanged: int8 ones run as w8a8."""
         kinds = {self.kind, other.kind}
         return (self.bits, self.group, self.step) == (other.bits, other.group, other.step) and (
             len(kinds) == 1 or kinds == {"integer", "rows"}

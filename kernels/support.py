@@ -18,7 +18,7 @@ TORCH = ("onednn", "reference")
 
 
 def known_kernels() -> list[str]:
-    """List the values that this CPU can run. A GPU is not looked at."""
+    """List the values that this CPU can run. GPUs are ignored."""
     return [BEST_CPU, *(f"cpu {level.name}" for level in usable_levels()), *TORCH, TRITON]
 
 

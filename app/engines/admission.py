@@ -54,7 +54,7 @@ def model_loading(name: str) -> ApiError:
 
 
 def model_unloaded(name: str) -> ApiError:
-    """Error 503 of a model that was unloaded while somebody waited for it."""
+    """Return the error 503 of a model that was unloaded while a request waited for it."""
     return _unavailable(f"{name} was unloaded.", "model_unloaded")
 
 

@@ -58,7 +58,7 @@ class ProcessExit:
         return replace(config, kv_share=share)
 
     def load_error(self, name: str) -> ApiError:
-        """Return the error of a load that ended so: 400 if the model cannot be served, else 500."""
+        """Return the error of a failed load: 400 if the model cannot be served, else 500."""
         failure = self.load_failure
         if failure is not None and failure.code != RankLost.code:
             return ApiError(400, failure.message, code=failure.code)
@@ -79,7 +79,7 @@ def parse_log_line(line: str) -> tuple[int, str]:
 
 
 class EngineProcess:
-    """Client of one engine process, for one life of it: a restart makes a new one."""
+    """Client of one engine process. A restart creates a new one."""
 
     def __init__(self, name: str, receive: Callable[[ToDaemon], None]) -> None:
         self._name = name
@@ -195,7 +195,7 @@ class EngineQuery(Generic[Answer]):
 
 
 class EngineQueries:
-    """Questions to a running engine."""
+    """Queries of a running engine."""
 
     def __init__(self, send: Callable[[ToEngine], None]) -> None:
         self.blocks: EngineQuery[BlockMap] = EngineQuery(lambda: send(AskBlocks()))
@@ -232,7 +232,7 @@ class EngineQueries:
             self._profile(is_on=found.is_on).complete(found)
 
     def drop(self) -> None:
-        """Answer all with None: the engine is gone."""
+        """Complete all with None: the engine is gone."""
         for query in (self.blocks, self._profile_starts, self._profile_ends):
             query.complete(None)
         for rows in self._rows.values():
@@ -273,12 +273,12 @@ class PrewarmedProcess:
         """File descriptor by which the end of the fork server is noticed."""
 
     def begin(self) -> None:
-        """Fork the process of the next `take` already, while room is made for its model."""
+        """Fork the process of the next `take` in advance, while room is made for its model."""
         if self._ahead is None and isinstance(self._spare, ForkServer):
             self._ahead = asyncio.create_task(self._fork(self._spare), name="fork ahead")
 
     def discard_ahead(self) -> None:
-        """End the process that `begin` asked for, if nobody took it."""
+        """End the process that `begin` started, if it was not taken."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not ahead.cancel():  # else `_fork` ends it
             _discard(ahead)

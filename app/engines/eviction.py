@@ -202,7 +202,7 @@ def budgets(machine: Machine, device: Place, gigabytes: float | None) -> tuple[i
 
 
 def usable_device(machine: Machine, asked: str) -> Place:
-    """Device that a model would run on. Raises DeviceError where there is no such device."""
+    """Return the device that a model would run on. Raises DeviceError if there is no such device."""
     if asked == "cuda" and not machine.gpus:
         raise DeviceError(
             f"no GPU can be used ({machine.no_gpu_reason or 'none is visible'}): use --device cpu"

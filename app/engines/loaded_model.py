@@ -1,4 +1,4 @@
-"""Model in memory: its engine, tokenizer, users and time to live; readiness of it and of the box."""
+"""Model in memory: its engine, tokenizer, users and time to live; readiness of it and of the daemon."""
 
 import asyncio
 import time
@@ -99,7 +99,7 @@ class ModelReadiness:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Readiness of the box, with that of each model."""
+    """Readiness of the daemon and of each model."""
 
     ready: bool
     cause: str

@@ -60,7 +60,7 @@ class PoisonDetector:
         return bool(self._untried) or self.on_trial is not None
 
     def begin(self, requests: Iterable[str]) -> list[str]:
-        """Start with a new engine. Returns those of the open requests to send now."""
+        """Start with a new engine. Returns the open requests to send now."""
         here = dict.fromkeys(requests)
         self._untried = deque(r for r in self._untried if r in here)
         if not self._untried:

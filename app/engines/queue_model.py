@@ -33,7 +33,7 @@ _REFUSING_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Prediction for one request, made when it came."""
+    """Prediction for one request, made at its arrival."""
 
     ttft: float
     """Time to its first token."""

@@ -151,7 +151,7 @@ class SharedImages:
         """Ids of requests by the hash of an image that the engine has."""
 
     def send(self, request: AddRequest) -> AddRequest:
-        """Send what the engine has not, and return the request without pixels. Raises FrameTooLarge."""
+        """Send images that the engine lacks, and return the request without pixels. Raises FrameTooLarge."""
         if not request.images:
             return request
         new = {image.content_hash: image for image in request.images if image.content_hash not in self._users}
@@ -162,7 +162,7 @@ class SharedImages:
         return replace(request, images=[replace(image, pixels=b"") for image in request.images])
 
     def release(self, request: AddRequest) -> None:
-        """Have the engine drop images that no other open request has."""
+        """Make the engine drop images that no other open request has."""
         drop = []
         for digest in {image.content_hash for image in request.images}:
             users = self._users.get(digest, set())

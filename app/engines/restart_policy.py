@@ -42,7 +42,7 @@ class RestartLimits:
 
 
 async def keep_config(config: EngineConfig, on_request: bool = False) -> EngineConfig:
-    """Admit a model to memory where nobody divides it."""
+    """Admit a model without a memory budget."""
     del on_request
     return config
 
@@ -168,7 +168,7 @@ class Watched(Protocol):
 
 
 class Watchdog:
-    """Timer that pings a silent engine and kills one that stays silent, or stands still while it loads."""
+    """Timer that pings a silent engine and kills one that stays silent, or makes no progress in a load."""
 
     def __init__(self, watched: Watched, limits: WatchLimits) -> None:
         self._watched = watched

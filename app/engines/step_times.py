@@ -206,7 +206,7 @@ class MeasuredSteps:
         return max(1.0, self._pace)
 
     def rest(self) -> None:
-        """Note that no request is open: the next steps are a new beginning."""
+        """Record that no request is open: measurements start anew with the next steps."""
         self.extra, self._pace = 0.0, 1.0
 
     @property
@@ -239,7 +239,7 @@ class MeasuredSteps:
             self.extra += _SLOW_WEIGHT * (extra - self.extra)
 
     def forget_interference(self) -> None:
-        """Begin to count anew how much prompts hold up running requests."""
+        """Reset the measured delay of running requests by prompts."""
         self.interference = Interference()
 
     def predict_decode(self, rows: int) -> float:

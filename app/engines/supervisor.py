@@ -146,7 +146,7 @@ class Supervisor:
         self._fail_start(ApiError(503, message, code=code, type="server_error"))
 
     async def block_map(self) -> BlockMap | None:
-        """Map of the KV blocks as they are now. None while the engine is not ready or too busy to answer."""
+        """Return the map of the KV blocks. None while the engine is not ready or too busy to answer."""
         return await self._queries.blocks.fetch() if self.state == "ready" else None
 
     async def profile_steps(self, *, is_on: bool) -> StepProfile | None:

@@ -35,7 +35,7 @@ from .target_admission import TargetAdmission
 
 
 def check_generates(model: LoadedModel) -> None:
-    """Raise ApiError 400 for a model that makes no text."""
+    """Raise ApiError 400 for a model that does not generate text."""
     info, name = model.supervisor.info, model.name
     assert info is not None
     if not info.generates:

@@ -49,7 +49,7 @@ class Timeline:
 
     @property
     def waited(self) -> float:
-        """Seconds before the gateway took it."""
+        """Seconds before the gateway accepted it."""
         return self.submitted - self.began
 
 

@@ -1,4 +1,4 @@
-"""Times of a request: the daemon's own moments put around what the engine told of each sequence."""
+"""Times of a request: the daemon's timestamps around those that the engine reported for each sequence."""
 
 import time
 from collections import deque
@@ -125,7 +125,7 @@ def micro(seconds: float) -> int:
 
 
 def call_after_times(streams: Sequence[TokenStream], call: Callable[[], None]) -> bool:
-    """Call back once the engine has told the times of all aborted sequences. False: none is awaited."""
+    """Call back once the engine has reported the times of all aborted sequences. False: none is awaited."""
     awaited = {id(stream) for stream in streams if stream.awaits_times}
 
     def note(stream: TokenStream) -> None:

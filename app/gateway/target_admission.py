@@ -1,4 +1,4 @@
-"""Admission by latency targets: requests that would come too late are refused while it is early.
+"""Admission by latency targets: requests that would miss their targets are refused on arrival.
 
 With `limits.admission = "slo"` each request is forecast by the measured queue of its model
 (`engines/queue_model.py`) and compared with the model's entry in `usage.targets`.
@@ -33,7 +33,7 @@ class TargetAdmission:
         self.apply(settings)
 
     def apply(self, settings: Settings) -> None:
-        """Take settings that were reloaded."""
+        """Apply reloaded settings."""
         self.targets = settings.usage.targets if settings.limits.admission == "slo" else ()
         """Targets that requests are admitted by; empty: all are."""
 

@@ -90,7 +90,7 @@ Note = Callable[[SequenceRecord], str]
 _ROWS: Final[tuple[tuple[str, str, str, Value, Note], ...]] = (
     ("reading", "Reading the request", "engine", lambda it: it.reading, _no_note),
     ("model", "Waiting for the model to be in memory", "wait", lambda it: it.model, _no_note),
-    ("prompt", "Chat template, tokens, pictures", "engine", lambda it: it.prompt, _no_note),
+    ("prompt", "Chat template, tokens, images", "engine", lambda it: it.prompt, _no_note),
     ("gateway", "Waiting in the gateway", "wait", lambda it: it.gateway, _no_note),
     ("lost", "Lost with an engine that died", "wait", lambda it: it.lost, _no_note),
     ("sending", "Sending to the engine", "wait", lambda it: it.sending, _no_note),

@@ -1,4 +1,4 @@
-"""LoRA adapters in memory: which slot each has, by least recent use. No files and no torch.
+"""LoRA adapters in memory: the slot of each, with LRU eviction. No files and no torch.
 
 A running request holds its adapter. One that is not in memory takes a free slot, or that of the adapter that
 was unused for longest; where all are held, its request waits as it would for KV blocks.
@@ -20,7 +20,7 @@ class _Resident:
 
 
 class AdapterSlots:
-    """Slots of one engine, `limit` bytes together."""
+    """Adapter slots of one engine, of `limit` bytes in total."""
 
     def __init__(self, slots: int, limit: int) -> None:
         self._free = list(reversed(range(slots)))
@@ -40,11 +40,11 @@ class AdapterSlots:
         return sum(resident.nbytes for resident in self._residents.values())
 
     def knows(self, folder: str) -> bool:
-        """Return True if `admit` has taken this adapter."""
+        """Return True if `admit` has accepted this adapter."""
         return folder in self._sizes
 
     def admit(self, folder: str, nbytes: int) -> None:
-        """Note the size of an adapter. Raises DoesNotFit if it is too large even alone."""
+        """Record the size of an adapter. Raises DoesNotFit if it is too large even alone."""
         if nbytes > self._limit:
             raise DoesNotFit(
                 f"the adapter takes {nbytes / 1e6:.0f} MB and {self._limit / 1e6:.0f} MB are for adapters: "
@@ -66,7 +66,7 @@ class AdapterSlots:
         return True
 
     def release(self, request: Request, *, suspect: bool = False) -> None:
-        """Take the slot back. `suspect`: what is in it may be wrong, and is loaded again at its next use."""
+        """Take the slot back. `suspect`: its content may be wrong and is loaded again at its next use."""
         resident = self._residents.get(request.adapter)
         if request.adapter_slot < 0 or resident is None:
             return
@@ -76,7 +76,7 @@ class AdapterSlots:
             self._drop(request.adapter)
 
     def take_loads(self) -> list[tuple[int, str]]:
-        """Return what is to be loaded before the next step."""
+        """Return the loads that must happen before the next step."""
         loads, self.loads = self.loads, []
         return loads
 
@@ -109,7 +109,7 @@ class AdapterSlots:
         self.digests = [PurePath(folder).name for folder in self._residents]
 
     def check(self, running: list[Request]) -> None:
-        """Assert that holders are the running requests with an adapter."""
+        """Assert that the holders are the running requests with an adapter."""
         held: dict[str, int] = {}
         for request in running:
             if request.adapter:

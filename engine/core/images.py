@@ -30,7 +30,7 @@ class ImageEncoder(Protocol):
         ...
 
     def drop(self, content_hash: bytes) -> None:
-        """Free the embeddings of an image, or what is computed of it so far."""
+        """Free the embeddings of an image, complete or partial."""
         ...
 
 
@@ -110,7 +110,7 @@ class ImageScheduler:
         return len(self._readers) < MOST_READERS if reader is None else reader[1] in self._encoded
 
     def leave(self, request: Request) -> None:
-        """Forget a request that was preempted or is gone. An image that nobody else wants is given up."""
+        """Forget a request that was preempted or is gone. An image that no other request needs is dropped."""
         _, content_hash = self._readers.pop(request.request_id, (request, b""))
         self._aside = [each for each in self._aside if each is not request]
         if content_hash in self._wanted and not self._is_read(content_hash):
@@ -131,7 +131,7 @@ class ImageScheduler:
             self._shrink(content_hash)
 
     def give_up(self) -> list[Request]:
-        """Drop the image that failed; return the requests that need it now, which are to be ended."""
+        """Drop the image that failed; return the requests that need it now and must be ended."""
         content_hash, _ = self._wanted.popitem(last=False)
         self._encoder.drop(content_hash)
         return [request for request, read in self._readers.values() if read == content_hash]
@@ -148,7 +148,7 @@ class ImageScheduler:
 
 
 def check_images(images: Sequence[PreparedImage], prompt_ids: list[int], info: ModelInfo) -> None:
-    """Check that the images lie in the prompt, one after another. Raises InvalidRequest."""
+    """Check that the images are inside the prompt and do not overlap. Raises InvalidRequest."""
     end, image_token_id = 0, info.image_token_id
     if images and info.image_problem:
         raise InvalidRequest(f"this model cannot read images: {info.image_problem}")

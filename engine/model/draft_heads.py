@@ -31,7 +31,7 @@ from .registry import build_layer
 
 
 class DraftHead(ABC):
-    """Head beside a target. Runners read of it what they read of a `Decoder`."""
+    """Draft head beside a target, with the attributes of a `Decoder` that runners read."""
 
     adapters: Final = None
 
@@ -46,7 +46,7 @@ class DraftHead(ABC):
         self.ops, self.dtype, self.rank = ops, target.dtype, target.rank
 
     def enter(self, features_TF: Tensor) -> Tensor:
-        """Map what is read of the target to hidden states [T, E]. A draft begins with it."""
+        """Map the target's states to hidden states [T, E]. A draft begins with it."""
         return features_TF
 
     @abstractmethod

@@ -126,7 +126,7 @@ class TaskAdapters:
         self.a_NRI, self.b_NOR = a_NRI.to(weights.dtype), b_NOR.to(weights.dtype)
 
     def add(self, x_TI: Tensor, out_TO: Tensor, texts: Sequence[TaskRows]) -> Tensor:
-        """Add to the rows of each text what the adapter of its task makes of its inputs, in place."""
+        """Add the output of the task's adapter to the rows of each text, in place."""
         for rows, task in texts:
             out_TO[rows] += x_TI[rows].clone() @ self.a_NRI[task].T @ self.b_NOR[task].T
         return out_TO
@@ -236,7 +236,7 @@ class EncoderLayer:
 
 
 class EncoderExperts:
-    """Experts, of which each row passes the best by a softmax. Their sum may have a bias (nomic v2)."""
+    """Experts; each row uses the best ones by a softmax. Their sum may have a bias (nomic v2)."""
 
     def __init__(self, model: ModelConfig, config: EncoderConfig, weights: Weights, ops: Ops) -> None:
         self.ops, self.activation, self.per_token = ops, config.activation, config.experts[1]

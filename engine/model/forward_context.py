@@ -11,7 +11,7 @@ from llmbox.kernels.recurrent import RecurrentState
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """Embeddings of images, in place of those of tokens. R of the step's rows, L = 1 + deepstack levels."""
+    """Embeddings of images, which replace those of tokens. R of the step's rows, L = 1 + deepstack levels."""
 
     rows_R: Tensor
     levels_LRE: Tensor

@@ -54,7 +54,7 @@ class NormedValueAttention(Attention):
 
 
 class ExpertsBesideMLP:
-    """Experts that read the residual, beside an MLP, with norms of their own before and behind."""
+    """Experts that read the residual, beside an MLP, with separate norms before and after."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
         assert config.experts is not None
@@ -177,7 +177,7 @@ LEAST_SQUARE = 1e-5
 
 
 class FewGatesMLP(GatedMLP):
-    """MLP of which only gates above mean + factor deviation stay, less that."""
+    """MLP that keeps only gates above mean + factor * deviation, less that threshold."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
         sizes = config.sizes_of(layer)
@@ -215,7 +215,7 @@ class Router:
 
 
 class AltUpBlock(DecoderBlock):
-    """Layer of which one stream passes through attention and MLP, and all are predicted and corrected.
+    """Layer that sends one stream through attention and MLP, and predicts and corrects all of them.
 
     Input and output of `__call__` are all streams [T, N E]; there is no residual beside them.
     """
@@ -295,7 +295,7 @@ class AltUpBlock(DecoderBlock):
 
 
 class AltUpStreams:
-    """Streams before the first layer, and the row that they make after the last."""
+    """Streams before the first layer, and their merge into one row after the last."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
         assert config.altup is not None

@@ -138,7 +138,7 @@ class GatedDeltaNet(RecurrentLayer):
 class Mamba2(RecurrentLayer):
     """Mamba-2: a short convolution of (x, B, C), a selective scan, and a norm of its gated result.
 
-    Rows of the input linear are (z, x, B, C, dt). In the words of the scan x are values, B keys, C queries.
+    Rows of the input linear are (z, x, B, C, dt). In the scan's terms x are values, B keys, C queries.
     """
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:

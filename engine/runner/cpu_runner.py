@@ -248,7 +248,7 @@ class CPUModelRunner:
         ]
 
     def populate(self) -> None:
-        """Give all KV blocks their pages now, where no later step can wait for them."""
+        """Populate the pages of all KV blocks now, before any step has to wait for them."""
         populate, count = self._ops.populate_blocks, self._ops.block_tensors(self._cache)[0].shape[1]
         if populate is not None and all(populate(*each) for each in self._layers_of(range(count))):
             self._populated_blocks = count

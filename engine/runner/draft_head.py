@@ -46,7 +46,7 @@ class HeadExecutor(DraftExecutor, Protocol):
     """
 
     def feed(self, features_TF: Tensor) -> None:
-        """Take what the target computed before each row of the next launch."""
+        """Set the target's hidden states for the rows of the next launch."""
         ...
 
 
@@ -170,7 +170,7 @@ class HeadProposer(ModelProposer):
 
 
 class HiddenStates:
-    """Hidden states that the rows of a head's next pass go on from."""
+    """Input hidden states of the rows of a head's next pass."""
 
     def __init__(self, head: DraftHead) -> None:
         self._head = head
@@ -183,7 +183,7 @@ class HiddenStates:
         self._fed_TF = features_TF
 
     def take(self, rows: Sequence[ScheduledRequest]) -> Tensor:
-        """Return the hidden states that these rows go on from, [T, E]."""
+        """Return the input hidden states of these rows, [T, E]."""
         fed_TF, self._fed_TF = self._fed_TF, None
         if fed_TF is not None:
             return self._head.enter(fed_TF)
@@ -303,7 +303,7 @@ class DeviceHeadRunner(GPUModelRunner):
         self.feed(self._fixed_2RE.new_zeros(rows, self.head.features))
 
     def follow(self, target: GPUModelRunner, method: DraftMethod, taps: Sequence[int] = ()) -> None:
-        """Make the proposer of this head and have it follow the steps of its target."""
+        """Create the proposer of this head and attach it to the steps of its target."""
         proposer = HeadProposer(method, self.head, self, self._sizes.block_size)
         target.proposers.append(proposer)
         target.attach(proposer, self._cache, taps)

@@ -54,7 +54,7 @@ class DraftExecutor(Executor, Protocol):
     """Executor of a draft model."""
 
     def take_back(self, requests: Sequence[Request]) -> None:
-        """Forget the tokens that were sampled for these requests: they were drafts."""
+        """Undo the sampling of tokens for these requests: they were drafts."""
         ...
 
 
@@ -72,7 +72,7 @@ class SyncDraftExecutor(SyncExecutor):
     """Executor of a draft model on a CPU, whose runner reads all tokens from the requests."""
 
     def take_back(self, requests: Sequence[Request]) -> None:
-        """Do nothing: no token is kept anywhere else."""
+        """Do nothing: no token is stored elsewhere."""
 
 
 @dataclass(slots=True)

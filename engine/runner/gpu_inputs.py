@@ -47,7 +47,7 @@ class DeviceSizes:
 
     @property
     def rows(self) -> int:
-        """Most rows of a decoding step."""
+        """Maximum number of rows of a decoding step."""
         return max(self.max_running, self.draft_rows)
 
 

@@ -220,7 +220,7 @@ class GPUModelRunner:
         return size is not None or any(proposer.prepare() for proposer in self.proposers)
 
     def take_back(self, requests: Sequence[Request]) -> None:
-        """Forget the tokens that were sampled for these requests: they were drafts."""
+        """Undo the sampling of tokens for these requests: they were drafts."""
         self._sampler.take_back(requests)
 
     @torch.inference_mode()

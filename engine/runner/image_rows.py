@@ -29,7 +29,7 @@ from ..vision.encoder import CPU, VisionEncoder, load_vision_encoder
 
 
 class EncodedImages:
-    """Tower and the embeddings that it has made, by content hash; `ImageScheduler` says what is kept. The
+    """Tower and its embeddings by content hash; `ImageScheduler` decides what is kept. The
     first rank has the tower. Others get the embeddings of each step with its plan.
     """
 
@@ -74,7 +74,7 @@ class EncodedImages:
         return False
 
     def try_out(self, image: PreparedImage) -> None:
-        """Encode an image and forget it; nothing on ranks without the tower."""
+        """Encode an image and drop the result, for measurements; does nothing on ranks without the tower."""
         while self._encoder is not None and not self.advance(image):
             pass
         self.drop(image.content_hash)
@@ -104,7 +104,7 @@ class EncodedImages:
         return ImageRows(move(from_array(places), self._device), levels_LRE)
 
     def has_rows(self, rows: Sequence[ScheduledRequest]) -> bool:
-        """Return True if a row of the step lies in an image."""
+        """Return True if a row of the step belongs to an image."""
         for row in rows:
             images = row.request.images
             following = first_image(images, row.start) if images else 0

@@ -63,7 +63,7 @@ class PromptNumbers:
 
 @dataclass(frozen=True, slots=True)
 class StepExtras:
-    """Results of a step besides its tokens, on the host; valid after the step's event."""
+    """Results of a step other than its tokens, on the host; valid after the step's event."""
 
     prompts: PromptNumbers | None = None
     pooled: Sequence[PooledRows] = ()

@@ -197,7 +197,7 @@ HOSTILE = {
     "truncated": (RED[: len(RED) // 2 // 4 * 4], "cannot be decoded"),
     "large": (base64.b64encode(bytes(300_001)).decode(), "300,001 bytes"),
     "thread": (encoded(Image.new("RGB", (1, 30_000))), "too long"),
-    "svg": (base64.b64encode(b"<svg xmlns='http://www.w3.org/2000/svg'/>").decode(), "no PNG"),
+    "svg": (base64.b64encode(b"<svg xmlns='http://www.w3.org/2000/svg'/>").decode(), "not a PNG"),
 }
 
 
@@ -246,7 +246,7 @@ def test_what_is_no_picture_is_refused_by_name(client):
         error = refusal(client, [{"type": kind, kind: {}}, {"type": "text", "text": "hello"}])
         assert error["code"] == "unsupported_content"
     assert refusal(client, parts(RED), model="blind")["code"] == "images_not_supported"
-    assert "at most 4 pictures" in refusal(client, parts(*[RED] * 5))["message"]
+    assert "at most 4 images" in refusal(client, parts(*[RED] * 5))["message"]
     assert "system" in refusal_of_role(client, "system")["message"]
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("text", required=False)
 @click.option(
-    "--limit", metavar="N", type=click.IntRange(1, 50), default=15, show_default=True, help="Max results."
+    "--limit", metavar="N", type=click.IntRange(1, 50), default=15, show_default=True, help="Result limit."
 )
 @click.option(
     "--refresh", is_flag=True, help="Without TEXT: ask the hub for sizes and licenses of these models first."

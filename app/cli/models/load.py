@@ -44,13 +44,7 @@ from .convert import run_job
 @click.option("--ttl", type=click.FloatRange(0, 1e7), metavar="S", help="Unload after S idle seconds.")
 @click.option("--estimate-only", is_flag=True, help="Show how much memory it would need; load nothing.")
 @click.option("--wait/--no-wait", default=True, help="Wait until the model is ready (default).")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(0),
-    default=600.0,
-    metavar="S",
-    help="Maximum time to wait, in seconds.",
-)
+@click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Seconds to wait.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @pass_program
 def load(

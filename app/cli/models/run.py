@@ -331,7 +331,7 @@ def _answer(talk: ChatSession, question: str) -> None:
             raise
         output.print_error(error)
         if talk.num_images:
-            kept = f"{talk.num_images} picture{'s' if talk.num_images > 1 else ''}"
+            kept = f"{talk.num_images} image{'s' if talk.num_images > 1 else ''}"
             output.say(f"Kept for the next question: {kept}. /image alone drops what was added.")
 
 

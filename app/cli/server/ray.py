@@ -20,7 +20,7 @@ _address = click.option(
 )
 _name = click.option("--name", default="llmbox", metavar="NAME", help="Name of the application.")
 _timeout = click.option(
-    "--timeout", type=click.FloatRange(0), default=60.0, metavar="S", help="Maximum time to wait, in seconds."
+    "--timeout", type=click.FloatRange(0), default=60.0, metavar="S", help="Seconds to wait."
 )
 
 
@@ -53,13 +53,7 @@ def ray() -> None:
 @click.option("--gpus", type=click.FloatRange(0), default=0.0, metavar="N", help="GPUs per replica.")
 @click.option("--host", default="127.0.0.1", metavar="HOST", help="Address that Serve listens on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, metavar="PORT", help="Port of Serve.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(0),
-    default=600.0,
-    metavar="S",
-    help="Maximum time to wait, in seconds.",
-)
+@click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Seconds to wait.")
 @pass_program
 def deploy(
     program: Program,

@@ -45,13 +45,7 @@ def sign_in_link(program: Program) -> str:
 )
 @mmproj_option
 @click.option("--wait/--no-wait", default=True, help="Wait until the models are ready (default).")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(0),
-    default=600.0,
-    metavar="S",
-    help="Maximum time to wait, in seconds.",
-)
+@click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Seconds to wait.")
 @click.option("--yes", is_flag=True, help="Download models that are not on this disk without asking.")
 @click.option("--open", "open_panel", is_flag=True, help="Open the panel in the browser, signed in.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

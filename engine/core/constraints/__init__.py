@@ -1,1 +1,1 @@
-"""Constraints on the tokens that a request may draw next: budgets of thoughts, and grammars."""
+"""Constraints on the tokens that a request may draw next: reasoning budgets and grammars."""

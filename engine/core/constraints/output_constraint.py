@@ -1,4 +1,4 @@
-"""Output constraint: which tokens a request may draw next, from its thoughts to the end of its grammar.
+"""Output constraint: which tokens a request may draw next, from its reasoning to the end of its grammar.
 
     start -> thoughts -> gap -> answer
 
@@ -71,7 +71,7 @@ class ThoughtTracker:
         self._force()
 
     def fork(self) -> "ThoughtTracker":
-        """Return a copy that goes on by itself."""
+        """Return an independent copy."""
         forked = copy.copy(self)
         for name in ("_ids", "_last", "forced_ids"):
             setattr(forked, name, getattr(self, name).copy())
@@ -167,7 +167,7 @@ def is_loop(ids: list[int]) -> bool:
 
 
 class OutputConstraint:
-    """Constraint of one request: its thoughts, its grammar, or both."""
+    """Constraint of one request: its reasoning budget, its grammar, or both."""
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class OutputConstraint:
         return self._grammar if is_free else None
 
     def fork(self) -> "OutputConstraint":
-        """Return a copy that goes on by itself."""
+        """Return an independent copy."""
         forked = copy.copy(self)
         forked._thoughts = None if self._thoughts is None else self._thoughts.fork()  # noqa: SLF001 - its own
         forked._grammar = None if self._grammar is None else self._grammar.fork()  # noqa: SLF001

@@ -167,7 +167,7 @@ class GrammarState:
         self._end_bits = _bits([*self._stops, tokens.end])
 
     def fork(self) -> "GrammarState":
-        """Return a copy that goes on by itself."""
+        """Return an independent copy."""
         forked = copy.copy(self)
         forked._matcher = self._matcher.deep_copy()  # noqa: SLF001 - its own
         return forked

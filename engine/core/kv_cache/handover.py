@@ -370,7 +370,7 @@ class HandoverOutlet:
         self.pump()
 
     def drop(self, request_id: str) -> None:
-        """Hand over no more of a request: nobody wants it, or its blocks may be wrong."""
+        """Stop the hand-over of a request: it is gone, or its blocks may be wrong."""
         if (out := self._open.pop(request_id, None)) is not None:
             for kind, _, block in out.queue:
                 if block is not None:

@@ -59,7 +59,7 @@ class HostTier:
         self._copies: deque[tuple[CopyEvent, list[HostBlock]]] = deque()
 
     def evicts(self, kind: BlockKind) -> Callable[[int, bytes], None]:
-        """Return what a pool of this kind is to call with each block that it evicts, and its hash."""
+        """Return the callback that a pool of this kind calls with each evicted block and its hash."""
         return lambda index, block_hash: self.note_evicted(kind, index, block_hash)
 
     def note_evicted(self, kind: BlockKind, index: int, block_hash: bytes) -> None:
@@ -81,7 +81,7 @@ class HostTier:
         self.saved_bytes += size
 
     def flush(self) -> None:
-        """Have what the device does next wait for the queued copies; release those that are done."""
+        """Make the device's next work wait for the queued copies; release finished ones."""
         if self._queued:
             self._copies.append((self._memory.record(), self._queued))
             self._queued, self._queued_bytes = [], 0

@@ -185,7 +185,7 @@ class KVCacheManager:
                     self.tiers.note_cached(request, "window", block_hash)
 
     def prepare_row(self, row: ScheduledRequest) -> None:
-        """Allocate what a scheduled row needs beside its block table."""
+        """Allocate the window blocks and state slots of a scheduled row."""
         if self.states is not None:
             self.states.plan_saves(row)
         if self.windows is not None:

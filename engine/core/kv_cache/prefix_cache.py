@@ -35,7 +35,7 @@ def extend_hashes(request: Request, block_size: int, num_blocks: int) -> None:
 
 
 def root_hash(request: Request) -> bytes:
-    """Return what the first block's hash continues: a digest of the namespace, and of LongRoPE's factors."""
+    """Return the seed of the first block's hash: a digest of the namespace and of LongRoPE's factors."""
     namespace = sha256(request.cache_namespace.encode()).digest()
     # In front: no digest and tokens of a block are as long as this.
     return sha256(b"long factors:" + namespace).digest() if request.is_long else namespace

@@ -171,7 +171,7 @@ class StatePool:
     def keep(self, slot: int, block_hash: bytes, *, is_end: bool = False) -> None:
         """Keep the content of a used slot for the prefix cache. A second copy of a state is freed.
 
-        `is_end`: it is the end of a prompt or an answer, where the next turn goes on.
+        `is_end`: it is the end of a prompt or an answer, where the next turn continues.
         """
         if is_end:
             self._passed_over.add(block_hash)

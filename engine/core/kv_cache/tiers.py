@@ -80,7 +80,7 @@ class WriteBehind:
     def note_cached(
         self, request: Request, kind: BlockKind, block_hash: bytes, *, is_turn_end: bool = False
     ) -> None:
-        """Have a block that was just cached written, unless it is on disk."""
+        """Schedule the write of a block that was just cached, unless it is on disk."""
         address = self._disk.address(request, kind, block_hash)
         if not self._disk.store.has(address):
             block = _PendingBlock(kind, block_hash, address, bool(request.tenant), is_turn_end)
@@ -90,7 +90,7 @@ class WriteBehind:
                 self.num_passed += 1
 
     def note_state(self, request: Request, block_hash: bytes, *, is_turn_end: bool) -> None:
-        """Have a state that was just kept written, if it is the end of a turn or small."""
+        """Schedule the write of a state that was just kept, if it is the end of a turn or small."""
         if is_turn_end or self._sizes["state"] <= SMALL_STATE_BLOCKS * self._sizes["kv"]:
             self.note_cached(request, "state", block_hash, is_turn_end=is_turn_end)
 
@@ -143,7 +143,7 @@ class WriteBehind:
         self._credited = now
 
     def finish_copies(self, *, wait: bool = False) -> None:
-        """Hand on the copies that are done, or `wait` for all."""
+        """Pass on the finished copies; with `wait`, wait for all."""
         while self._copies and (wait or self._copies[0].event.is_done):
             copies = self._copies.popleft()
             copies.event.wait()
@@ -248,12 +248,12 @@ class KVTiers:
         self._clock = clock
 
     def note_cached(self, request: Request, kind: BlockKind, block_hash: bytes) -> None:
-        """Have a block that was just cached written, unless it is on disk."""
+        """Schedule the write of a block that was just cached, unless it is on disk."""
         if self.writes is not None:
             self.writes.note_cached(request, kind, block_hash)
 
     def note_state(self, request: Request, block_hash: bytes, *, is_turn_end: bool) -> None:
-        """Have a state that was just kept written, if it is the end of a turn or small."""
+        """Schedule the write of a state that was just kept, if it is the end of a turn or small."""
         if self.writes is not None:
             self.writes.note_state(request, block_hash, is_turn_end=is_turn_end)
 
@@ -289,7 +289,7 @@ class KVTiers:
         return self.reads.is_reading or (self.writes is not None and self.writes.has_work)
 
     def before_step(self) -> None:
-        """Have the step that is launched next not overwrite a block before its copy is done."""
+        """Make the next launched step wait for queued copies, so that it overwrites no block too early."""
         if self.host is not None:
             self.host.flush()
 
@@ -312,7 +312,7 @@ class KVTiers:
         }
 
     def close(self, seconds: float) -> None:
-        """Write what waits, for `seconds` at most."""
+        """Write the waiting blocks, for `seconds` at most."""
         end = self._clock() + seconds
         while self.pump() and self._clock() < end:
             self.wait_for_writer(end - self._clock())

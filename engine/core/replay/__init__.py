@@ -1,1 +1,1 @@
-"""Replay of recorded scheduling, and what its steps cost."""
+"""Replay of recorded scheduling, and the cost of its steps."""

@@ -1,4 +1,4 @@
-"""Scheduler and KV cache without a model: what the records say stands for the tokens."""
+"""Scheduler and KV cache without a model: recorded names replace the tokens."""
 
 import math
 from array import array
@@ -119,7 +119,7 @@ class RecordedDrafts(DraftScheduler):
         return request.num_pending > 0 and request.num_output + request.num_pending in rows
 
     def find(self, row: ScheduledRequest) -> DraftedRow | None:
-        """Return what the row had when its sequence had as much output."""
+        """Return the recorded drafts of the row at the same output length."""
         rows = self._records.get(row.request.request_id)
         return None if rows is None else rows.get(row.request.num_output)
 

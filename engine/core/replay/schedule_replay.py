@@ -60,7 +60,7 @@ class LinearStepCost:
     """Number of these times that it was fitted from."""
 
     def seconds(self, plan: StepPlan) -> float:
-        """Return what a step takes; nothing for an empty one."""
+        """Return the seconds of a step; 0 for an empty one."""
         work = WorkTerms()
         work.add(plan)
         steps, prompts, rows, kv = work.terms

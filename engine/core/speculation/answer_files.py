@@ -81,7 +81,7 @@ class AnswerFiles:
         self._thread: threading.Thread | None = None
 
     def load(self, caller: Caller) -> None:
-        """Have the answers of a caller read; `take_loaded` has them once they are."""
+        """Start reading the answers of a caller; `take_loaded` returns them when they are read."""
         with self._changed:
             self._loads.append(caller)
             self._wake()
@@ -95,7 +95,7 @@ class AnswerFiles:
         return self._arrived.popleft() if self._arrived else None
 
     def save(self, caller: Caller, tokens: Callable[[], bytes | None]) -> None:
-        """Have the answers of a caller written in a while. The thread calls `tokens`."""
+        """Schedule the write of a caller's answers. The thread calls `tokens`."""
         with self._changed:
             if caller not in self._saves:
                 self._saves[caller] = self._clock() + SAVE_SECONDS, tokens

@@ -197,7 +197,7 @@ def _bucket(number: int) -> int:
 
 
 class CallerDrafts:
-    """Success of the lookups for one caller's earlier requests, which those of his next one begin with."""
+    """Acceptance of the lookups in one caller's earlier requests: the prior of the next request."""
 
     def __init__(self) -> None:
         self.credit = 0.0
@@ -211,7 +211,7 @@ class CallerDrafts:
         return found
 
     def take_credit(self) -> float:
-        """Return how many tokens a new request may lose, and give away what it has of the gains."""
+        """Return how many tokens a new request may lose, and take that credit from the caller's gains."""
         if self.credit < 0:
             return DISTRUSTED * START_LOSS
         taken = INHERITED * self.credit
@@ -220,7 +220,7 @@ class CallerDrafts:
 
 
 class RequestDrafts:
-    """Drafts of one request: what its lookups have gained and lost, and how often they are accepted."""
+    """Drafts of one request: gains and losses of its lookups, and their acceptance."""
 
     def __init__(self, caller: CallerDrafts) -> None:
         self.has_ended = False

@@ -195,7 +195,7 @@ class SuffixStores:
             self.files.save(key, lambda: self._copy(key))
 
     def close(self, seconds: float) -> None:
-        """Write what is not written yet, for `seconds` at most."""
+        """Write the rest, for `seconds` at most."""
         if self.files is not None:
             self.files.close(seconds)
 
@@ -279,7 +279,7 @@ class SuffixProposer:
 
 
 class GrammarProposer:
-    """Guesses where a request's grammar leaves no choice but between spaces, and of the end of thoughts that
+    """Drafts where a request's grammar leaves no choice but between spaces, and of the end of reasoning that
     are over their budget.
     """
 

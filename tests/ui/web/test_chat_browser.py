@@ -280,7 +280,7 @@ def test_a_picture_is_made_small_kept_and_sent_to_models_that_see(window: Window
     page.get_by_text("photo.png: tiny cannot read images").wait_for()
     page.reload()
     page.locator("#conversations button").first.click()
-    shown = page.get_by_alt_text("Attached picture 1")
+    shown = page.get_by_alt_text("Attached image 1")
     shown.wait_for()
     assert shown.evaluate("(image) => image.naturalWidth") == 1024
     assert box.run("unload", "seeing").code == 0

@@ -90,7 +90,7 @@ HITS = 20
 PURPOSES = {
     "chat": "Chat",
     "code": "Code",
-    "vision": "Vision: texts about pictures",
+    "vision": "Vision: texts about images",
     "embedding": "Embeddings",
     "reranking": "Reranking",
     "tiny": "Tiny: for trials and small machines",

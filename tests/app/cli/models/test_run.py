@@ -78,7 +78,7 @@ def test_pictures_of_a_question_that_fails_are_kept_and_told(
     talk = session()
     run._chat(SimpleNamespace(), talk)
     said = capsys.readouterr().err
-    assert said.count("Kept for the next question: 1 picture.") == 1
+    assert said.count("Kept for the next question: 1 image.") == 1
     shapes = [[type(message["content"]).__name__ for message in messages] for messages in sent]
     assert shapes == [["list"], ["str"], ["list"], ["list", "str", "str"]]
     assert sent[3][1] == {"role": "assistant", "content": "a"}

@@ -46,7 +46,7 @@ export class Attachments {
 
   async picture(file) {
     if (this.blind()) throw new Error(this.blind());
-    if (this.all.filter((each) => each.image).length >= MOST_PICTURES) throw new Error(`more than ${MOST_PICTURES} pictures`);
+    if (this.all.filter((each) => each.image).length >= MOST_PICTURES) throw new Error(`more than ${MOST_PICTURES} images`);
     if (file.size > LARGEST_PICTURE) throw new Error("larger than 20 MB");
     return shrunk(file);
   }
@@ -75,7 +75,7 @@ const isPdf = (file) => file.type === "application/pdf" || file.name.toLowerCase
 
 async function shrunk(file) {
   const bitmap = await createImageBitmap(file).catch(() => {
-    throw new Error("not a picture that this browser reads");
+    throw new Error("not an image that this browser can read");
   });
   const scale = Math.min(1, LONGEST_SIDE / Math.max(bitmap.width, bitmap.height));
   const canvas = element("canvas");

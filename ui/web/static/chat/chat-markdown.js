@@ -25,7 +25,7 @@ async function parser() {
   made.renderer.rules.image = (tokens, index) => {
     const escape = made.utils.escapeHtml;
     const token = tokens[index];
-    return `<a href="${escape(token.attrGet("src"))}" target="_blank" rel="noopener noreferrer">${escape(token.content || "picture")}</a>`;
+    return `<a href="${escape(token.attrGet("src"))}" target="_blank" rel="noopener noreferrer">${escape(token.content || "image")}</a>`;
   };
   for (const cell of ["th_open", "td_open"]) {
     made.renderer.rules[cell] = (tokens, index) => {

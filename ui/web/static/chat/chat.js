@@ -104,7 +104,7 @@ function drawPictures(images) {
   for (const [number, url] of images.entries()) {
     const shown = made.appendChild(element("img"));
     shown.src = url;
-    shown.alt = `Attached picture ${number + 1}`;
+    shown.alt = `Attached image ${number + 1}`;
   }
   return made;
 }
