@@ -99,7 +99,7 @@ class VisionTower:
         unit = self.tower.merge**2
         step = max(1, PROJECTED_PATCHES // unit) * unit if self.tower.by_merge else len(x_PE)
         parts: list[Tensor] = []
-        for piece_PE in x_PE.split(step):
+        for piece_PE in torch.split(x_PE, step):
             if parts:
                 yield
             parts.append(project(piece_PE, grid, level))
@@ -144,7 +144,7 @@ class VisionTower:
                 )
                 return sized.reshape(tower.hidden_size, -1).T.to(self._dtype)
             case _:  # in pieces, as it takes float32
-                pieces = places_P2.split(SLICE_PATCHES)
+                pieces = torch.split(places_P2, SLICE_PATCHES)
                 return torch.cat([self._mean_positions(piece_P2, rows, columns) for piece_P2 in pieces])
 
     def _mean_positions(self, places_P2: Tensor, rows: int, columns: int) -> Tensor:
