@@ -12,12 +12,17 @@ from torch.nn import functional as torch_functional
 
 from ..device.device import move
 from ..model_config.vision.config import ImageProcessorConfig, TowerConfig
+from ..model_config.vision.shape import SLICE_PATCHES
 from .layers import PatchLayout, TowerLayer, TowerNorm, TowerWeights
 
 Project = Callable[[Tensor, tuple[int, int], int], Tensor]
 """`Projector` of `encoder.py`."""
 SLICE_OPERATIONS: Final = 6e10
 """Operations after which a step may run; a chunk of a prompt has more on most models."""
+
+
+PROJECTED_PATCHES: Final = 512
+"""Patches that a projector reads at once: its inner rows are wide (13,696 numbers in GLM-4.1V)."""
 
 
 class VisionTower:
@@ -59,6 +64,7 @@ class VisionTower:
         if self._patch_norm is not None:
             patches_PK = self._patch_norm(patches_PK)
         x_PE = self.ops.linear(self._patch, patches_PK)
+        del patches_PK
         if self._embedded_norm is not None:
             x_PE = self._embedded_norm(x_PE)
         if self._table is not None:
@@ -75,7 +81,7 @@ class VisionTower:
             x_PE = yield from _pace(layer.run(x_PE, layout if number in tower.full_layers else windowed))
             if number in tower.deepstack:
                 level = tower.deepstack.index(number) + 1
-                levels[level] = project(x_PE, grid, level)
+                levels[level] = yield from self._project(project, x_PE, grid, level)
             yield
         if order_P is not None:
             x_PE = x_PE[torch.argsort(order_P)]
@@ -83,8 +89,21 @@ class VisionTower:
             x_PE = self._post_norm(x_PE)
         if self._class_1E is not None:
             x_PE = x_PE[1:]
-        levels[0] = project(x_PE, grid, 0)
+        levels[0] = yield from self._project(project, x_PE, grid, 0)
         return torch.stack([levels[level] for level in sorted(levels)])
+
+    def _project(
+        self, project: Project, x_PE: Tensor, grid: tuple[int, int], level: int
+    ) -> Generator[None, None, Tensor]:
+        """Run the projector; yields between pieces where patches that are merged stand next to each other."""
+        unit = self.tower.merge**2
+        step = max(1, PROJECTED_PATCHES // unit) * unit if self.tower.by_merge else len(x_PE)
+        parts: list[Tensor] = []
+        for piece_PE in torch.split(x_PE, step):
+            if parts:
+                yield
+            parts.append(project(piece_PE, grid, level))
+        return torch.cat(parts)
 
     def _patches(self, pixels_YX3: Tensor, places_P2: Tensor) -> Tensor:
         """Return normalized patches [P, K] in the order of `places_P2`."""
@@ -124,14 +143,21 @@ class VisionTower:
                     square, size=(rows, columns), mode="bilinear", align_corners=False, antialias=True
                 )
                 return sized.reshape(tower.hidden_size, -1).T.to(self._dtype)
-            case _:
-                found = torch.zeros(len(places_P2), tower.hidden_size, device=table.device)
-                taps_of = _cubic_taps if tower.table == "bicubic" else _taps
-                for row_taps, row_weights in taps_of(row_P, rows, side):
-                    for taps, weights in taps_of(column_P, columns, side):
-                        index, share_P1 = row_taps * side + taps, (row_weights * weights).unsqueeze(1)
-                        found += table[self._put(index)].float() * self._put(share_P1)
-                return found.to(self._dtype)
+            case _:  # in pieces, as it takes float32
+                pieces = torch.split(places_P2, SLICE_PATCHES)
+                return torch.cat([self._mean_positions(piece_P2, rows, columns) for piece_P2 in pieces])
+
+    def _mean_positions(self, places_P2: Tensor, rows: int, columns: int) -> Tensor:
+        table, side = self._table, round(self.tower.table_rows**0.5)
+        assert table is not None
+        row_P, column_P = places_P2.unbind(1)
+        found = torch.zeros(len(places_P2), self.tower.hidden_size, device=table.device)
+        taps_of = _cubic_taps if self.tower.table == "bicubic" else _taps
+        for row_taps, row_weights in taps_of(row_P, rows, side):
+            for taps, weights in taps_of(column_P, columns, side):
+                index, share_P1 = row_taps * side + taps, (row_weights * weights).unsqueeze(1)
+                found += table[self._put(index)].float().mul_(self._put(share_P1))
+        return found.to(self._dtype)
 
     def _layouts(
         self, places_P2: Tensor, rows: int, columns: int

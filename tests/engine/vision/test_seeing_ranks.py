@@ -33,6 +33,7 @@ def asked(directory: Path) -> list[AddRequest]:
         ("qwen3_5", {"tp": 2}),
         ("glm4v", {"tp": 2}),
         ("internvl", {"pp": 2}),
+        ("llama4", {"pp": 2}),
     ],
 )
 def test_ranks_give_the_tokens_of_one(

@@ -174,6 +174,18 @@ def test_a_picture_in_small_slices_has_the_same_embeddings(
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["glm4v", "qwen3_vl"])
+def test_projectors_run_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    make_vision_model(tmp_path, kind)
+    encoder, picture = load(tmp_path), draw_picture(131, 70)
+    image = prepare(encoder.vision, picture)[1]
+    whole, few = encode(encoder, picture), sum(1 for _ in encoder.encode(image))
+    monkeypatch.setattr("llmbox.engine.vision.tower.PROJECTED_PATCHES", 20)
+    levels, rows = whole.shape[:2]
+    assert sum(1 for _ in encoder.encode(image)) == few + levels * (-(-rows // 5) - 1)
+    torch.testing.assert_close(encode(encoder, picture), whole, rtol=1e-5, atol=1e-5)
+
+
 def change_tensors(directory: Path, change: Any) -> None:
     file = directory / "model.safetensors"
     save_file(dict(filter(None, (change(*each) for each in load_file(file).items()))), file)
