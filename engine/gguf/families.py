@@ -208,6 +208,10 @@ def cohere_fields(gguf: GgufFile, config: Config) -> Config:
     }
 
 
+def olmo_fields(gguf: GgufFile, _config: Config) -> Config:
+    return {"clip_qkv": gguf.value("attention.clamp_kqv")}
+
+
 def olmo2_fields(gguf: GgufFile, config: Config) -> Config:
     if not gguf.value("attention.sliding_window"):
         return {}
