@@ -2,11 +2,13 @@
 
 from typing import Literal, NamedTuple
 
-Activation = Literal["silu", "gelu_tanh", "swiglu_oai", "relu2", "xielu", "gelu", "gelu_new", "relu"]
+Activation = Literal[
+    "silu", "gelu_tanh", "swiglu_oai", "relu2", "xielu", "gelu", "gelu_new", "relu", "relu2_gated"
+]
 """x / (1 + e^-x), or x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2. The third is gpt-oss's: with
 g = min(gate, 7) and u between -7 and 7, activation(gate) * up is g / (1 + e^(-1.702 g)) * (u + 1). The
-others are of MLPs without a gate: max(x, 0)^2, `XIELU`, x (1 + erf(x / sqrt(2))) / 2, the function of the
-second, and max(x, 0)."""
+next are of MLPs without a gate: max(x, 0)^2, `XIELU`, x (1 + erf(x / sqrt(2))) / 2, the function of the
+second, and max(x, 0). The last is max(x, 0)^2 of gates."""
 UNGATED: frozenset[Activation] = frozenset({"relu2", "xielu", "gelu", "gelu_new", "relu"})
 CODES: dict[Activation, int] = {
     "silu": 0,
@@ -16,6 +18,7 @@ CODES: dict[Activation, int] = {
     "gelu": 4,
     "gelu_new": 5,
     "relu": 6,
+    "relu2_gated": 7,
 }
 """Codes of kernels, as in cpu/native/elementwise.h. Experts have the first four."""
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0

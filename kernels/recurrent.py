@@ -1,4 +1,4 @@
-"""Recurrent state of sequences, and the operations on it: short convolutions, gated delta rule, Mamba-2 scan.
+"""Recurrent state of sequences, and the operations on it: short convolutions, gated delta rule, Mamba.
 
 Every sequence of a step has a slot. Its state after a row is a function of the rows up to it alone: each
 backend goes through the rows one after another, so that chunks, batches and saved states change no bit.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .op_types import BatchLayout
 
-ScanRule = Literal["delta", "ssm", "kda"]
+ScanRule = Literal["delta", "ssm", "kda", "s6"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,12 @@ class ScanShape:
 
     delta   S = decay S + k (beta (v - (decay S)^T k))^T    decay = exp(rate softplus(a + bias)), beta =
             `beta` sigmoid(b); q and k are L2-normed. Rows are (q, k, v), gates (b, a)
-    kda     the same with a decay for each number of a key (Kimi): a and bias are [G A], and G is H
+    kda     the same with a decay for each number of a key (Kimi): a and bias are [G A], and G is H. Where the
+            least limit is less than 0, decay = exp(least sigmoid(-rate (a + bias))) (Ling 3)
     ssm     S = decay S + k (dt v)^T    decay = exp(rate dt), dt = softplus(gate + bias) within `limits`.
             Rows are (v, k, q), gates dt; skip_H v is added to the result
+    s6      the same with a decay for each number of the state and a dt for each value (Mamba 1): rate is
+            [H A B], bias and skip are [H B]. Rows are v, gates (dt, k, q), and G is 1
 
     The result is S^T q, for the delta rules times 1 / sqrt(A). Head h reads keys and queries of h // (H / G).
     """
@@ -85,7 +88,8 @@ class ScanShape:
     @property
     def width(self) -> int:
         """Numbers of a row."""
-        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+        keys = 0 if self.rule == "s6" else 2 * self.key_heads * self.key_dim
+        return keys + self.heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +97,11 @@ class ScanWeights:
     """Parameters of a scan, float32."""
 
     rate_H: Tensor
-    """The negative rate by which a time step decays: -exp(A_log)."""
+    """The negative rate by which a time step decays: -exp(A_log); [H A B] for `s6`."""
     bias_H: Tensor
-    """[G A] for `kda`."""
+    """[G A] for `kda`, [H B] for `s6`."""
     skip_H: Tensor | None = None
-    """Multiplier of a value that is added to its result; for `ssm`."""
+    """Multiplier of a value that is added to its result; for `ssm`, and [H B] for `s6`."""
 
 
 @dataclass(frozen=True, slots=True)

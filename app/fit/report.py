@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from llmbox.engine.planning.estimator import MemoryPlan
 
-from ..util.formatting import experts_whole, rate_range, size, span
+from ..util.formatting import experts_whole, no_kv_cache, rate_range, size, span
 from .bandwidth import Bandwidth
 from .capacity import money
 from .fit import SUSTAINED, Fit, Speed
@@ -49,7 +49,7 @@ def plan_rows(plan: MemoryPlan) -> dict[str, str]:
         "KV cache": (
             f"{size(plan.kv_bytes)}, {token} a token as {plan.kv_dtype}"
             if plan.kv_bytes
-            else "none: each text is computed at once"
+            else no_kv_cache(has_state=plan.state_slots > 0)
         ),
         **({"state": _states(plan)} if plan.state_slots else {}),
         **({"disk buffers": size(plan.buffer_bytes)} if plan.buffer_bytes else {}),

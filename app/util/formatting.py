@@ -132,3 +132,8 @@ def runs_on(info: Mapping[str, Any]) -> str:
     return f"{info['device']} {weights}" + (
         f" on {ranks} ranks (tp {info['tp']}, pp {info['pp']}{whole})" if ranks > 1 else ""
     )
+
+
+def no_kv_cache(*, has_state: bool) -> str:
+    """Return why a model has no KV cache, for people."""
+    return f"none: {'states of one size for any context' if has_state else 'each text is computed at once'}"

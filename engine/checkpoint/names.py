@@ -11,6 +11,9 @@ from .safetensors import TensorEntry, shown
 _INSIDE, _TABLE = "model.", "embed_tokens.weight"
 _LANGUAGE = {
     "language_model.model.": "model.",
+    "language_model.backbone.embeddings.": "model.embed_tokens.",
+    "language_model.backbone.norm_f.": "model.norm.",
+    "language_model.backbone.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
@@ -27,9 +30,13 @@ VISION = tuple(
             "embed_vision",
             "visual",
             "multi_modal_projector",
+            "mm_projector",
+            "vision_adapter",
+            "vision_projection",
+            "merger",
             "connector",
         ),
-        *("audio_tower", "embed_audio"),
+        *("audio_tower", "embed_audio", "sound_encoder", "sound_projection", "mlp1"),
     )
 )
 _INNER_TOWER = "vision_tower.vision_model."
@@ -81,6 +88,15 @@ _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
         ".fc_in.": ".up_proj.",
         ".fc_out.": ".down_proj.",
     },
+    "model.word_embeddings.weight": {
+        "model.word_embeddings.": "model.embed_tokens.",
+        ".attention.query_key_value.": ".self_attn.qkv_proj.",
+        ".attention.dense.": ".self_attn.o_proj.",
+        ".attention.query_layernorm.": ".self_attn.q_norm.",
+        ".attention.key_layernorm.": ".self_attn.k_norm.",
+        ".attention.": ".self_attn.",
+        ".gate.expert_bias": ".gate.e_score_correction_bias",
+    },
     "model.decoder.embed_tokens.weight": {
         "model.decoder.final_layer_norm.": "model.norm.",
         "model.decoder.": "model.",
@@ -91,7 +107,7 @@ _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
         ".fc2.": ".mlp.down_proj.",
     },
 }
-"""The same for GPT-NeoX, Falcon, the GPT-2 family (`_GPT2`) and OPT, by the name of their embedding."""
+"""The same for GPT-NeoX, Falcon, the GPT-2 family (`_GPT2`), Ling and OPT, by the name of their embedding."""
 _GPT2: Final = "transformer.", "wte.weight"
 """Prefix that some checkpoints have, and the embedding of GPT-2, GPT-Neo, GPT-J and GPTBigCode."""
 _OF_OTHER_SPELLING = ("backbone.embeddings.weight", "model.embeddings.weight", ".attention_layer_norm.weight")

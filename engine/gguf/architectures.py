@@ -42,12 +42,15 @@ from .mixed_layers import (
     gemma_embedding_fields,
     gemma_fields,
     granite_hybrid_fields,
+    jamba_fields,
     kimi_linear_fields,
     lfm2_fields,
     lfm2_moe_fields,
+    mamba1_fields,
     mamba2_fields,
     nemotron_h_fields,
     olmo2_fields,
+    olmo_fields,
     qwen3_5_fields,
     windows_by_type,
 )
@@ -140,6 +143,7 @@ ARCHITECTURES: Final = {
     "glm4moe": _GLM4_MOE,
     "deepseek2": GgufArchitecture(name="DeepseekV3ForCausalLM", fields=deepseek2_fields),
     "dots1": replace(_GLM4_MOE, name="Dots1ForCausalLM", layer=LAYER),
+    "bailingmoe2": replace(_GLM4_MOE, name="BailingMoeV2ForCausalLM", layer=LAYER),
     "minimax-m2": GgufArchitecture(name="MiniMaxM2ForCausalLM", is_partial=True, fields=minimax_fields),
     "mistral3": GgufArchitecture(name="Ministral3ForCausalLM", has_pairs=True, fields=mistral3_fields),
     "mistral4": GgufArchitecture(name="Mistral4ForCausalLM", fields=mistral4_fields),
@@ -156,11 +160,16 @@ ARCHITECTURES: Final = {
     "llama4": GgufArchitecture(name="Llama4ForCausalLM", layer=LLAMA4, fields=llama4_fields),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
+    "jamba": GgufArchitecture(name="JambaForCausalLM", layer=FALCON_H1, fields=jamba_fields),
+    "mamba": GgufArchitecture(
+        name="MambaForCausalLM", layer=MIXER, activation="", has_attention=False, fields=mamba1_fields
+    ),
     "mamba2": GgufArchitecture(
         name="Mamba2ForCausalLM", layer=MIXER, activation="", has_attention=False, fields=mamba2_fields
     ),
     "smollm3": replace(_LLAMA, name="SmolLM3ForCausalLM", fields=window_fields),
     "arcee": replace(_LLAMA, name="ArceeForCausalLM", activation="relu2", fields=window_fields),
+    "olmo": GgufArchitecture(name="OlmoForCausalLM", has_pairs=True, fields=olmo_fields),
     "olmo2": GgufArchitecture(name="Olmo2ForCausalLM", layer=SANDWICH, fields=olmo2_fields),
     "olmoe": GgufArchitecture(name="OlmoeForCausalLM", fields=olmoe_fields),
     "exaone4": GgufArchitecture(name="Exaone4ForCausalLM", layer=SANDWICH, fields=windows_by_type),

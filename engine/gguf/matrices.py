@@ -131,7 +131,20 @@ def _latent(gguf: GgufFile, config: dict[str, Any]) -> Shapes:
     return found | {"attn_k_b": (heads, rank, keys), "attn_v_b": (heads, values, rank)}
 
 
+def _mamba1(gguf: GgufFile, hidden: int) -> Shapes:
+    values, rank = gguf.integer("ssm.inner_size"), gguf.integer("ssm.time_step_rank")
+    return {
+        "ssm_in": (2 * values, hidden),
+        "ssm_conv1d": (values, gguf.integer("ssm.conv_kernel")),
+        "ssm_x": (rank + 2 * gguf.integer("ssm.state_size"), values),
+        "ssm_dt": (values, rank),
+        "ssm_out": (hidden, values),
+    }
+
+
 def _mamba(gguf: GgufFile, config: dict[str, Any]) -> Shapes:
+    if gguf.architecture in {"mamba", "jamba"}:
+        return _mamba1(gguf, config["hidden_size"])
     hidden, values, heads = (
         config["hidden_size"],
         gguf.integer("ssm.inner_size"),

@@ -38,6 +38,10 @@ def cohere_fields(gguf: GgufFile, config: Config) -> Config:
     }
 
 
+def olmo_fields(gguf: GgufFile, _config: Config) -> Config:
+    return {"clip_qkv": gguf.value("attention.clamp_kqv")}
+
+
 def olmo2_fields(gguf: GgufFile, config: Config) -> Config:
     if not gguf.value("attention.sliding_window"):
         return {}
@@ -284,6 +288,42 @@ def mamba2_fields(gguf: GgufFile, config: Config) -> Config:
         "use_conv_bias": "blk.0.ssm_conv1d.bias" in gguf.tensors,
         "use_bias": "blk.0.ssm_in.bias" in gguf.tensors,
     }
+
+
+def mamba1_fields(gguf: GgufFile, config: Config) -> Config:
+    """A file says that Falcon-Mamba norms keys, but not by which epsilon: it gets the usual one."""
+    if gguf.value("ssm.dt_b_c_rms"):
+        config["architectures"] = ["FalconMambaForCausalLM"]
+    return {
+        "intermediate_size": gguf.integer("ssm.inner_size"),
+        "layer_norm_epsilon": config.pop("rms_norm_eps"),
+        "state_size": gguf.integer("ssm.state_size"),
+        "time_step_rank": gguf.integer("ssm.time_step_rank"),
+        "conv_kernel": gguf.integer("ssm.conv_kernel"),
+        "use_conv_bias": "blk.0.ssm_conv1d.bias" in gguf.tensors,
+        "use_bias": "blk.0.ssm_in.bias" in gguf.tensors,
+    }
+
+
+def jamba_fields(gguf: GgufFile, config: Config) -> Config:
+    """Layers without heads of keys are Mamba 1, and those without an MLP have experts."""
+    layers = range(config["num_hidden_layers"])
+    attention = gguf.by_layer("attention.head_count_kv", len(layers))
+    found = {
+        "layer_types": [FULL if heads else LINEAR for heads in attention],
+        "mamba_expand": gguf.integer("ssm.inner_size") / config["hidden_size"],
+        "mamba_d_state": gguf.integer("ssm.state_size"),
+        "mamba_d_conv": gguf.integer("ssm.conv_kernel"),
+        "mamba_dt_rank": gguf.integer("ssm.time_step_rank"),
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in gguf.tensors),
+        "mamba_proj_bias": any(name.endswith(".ssm_in.bias") for name in gguf.tensors),
+        "num_experts": 1,
+    }
+    if gguf.value("expert_count"):
+        is_dense = [f"blk.{layer}.ffn_down.weight" in gguf.tensors for layer in layers]
+        found["num_experts"], found["num_experts_per_tok"] = selected_experts(gguf)
+        found["mlp_layer_types"] = ["dense" if dense else "sparse" for dense in is_dense]
+    return found
 
 
 def falcon_h1_fields(gguf: GgufFile, config: Config) -> Config:

@@ -84,6 +84,9 @@ _MAMBA: Final[dict[str, str]] = {
     "D": "ssm_d",
     "norm": "ssm_norm",
     "out_proj": "ssm_out",
+    "x_proj": "ssm_x",
+    "dt_proj": "ssm_dt",
+    **{f"{part}_layernorm": f"ssm_{part}_norm" for part in ("dt", "b", "c")},
 }
 SANDWICH: Final[Names] = LAYER | {
     "post_attention_layernorm": "post_attention_norm",
@@ -192,7 +195,7 @@ MIXER: Final[Names] = {
     "mixer.fc1_latent_proj": "ffn_latent_down",
     "mixer.fc2_latent_proj": "ffn_latent_up",
 }
-"""Names in layers of which each has one norm: Mamba-2 and Nemotron-H."""
+"""Names in layers of which each has one norm: Mamba 1 and 2, and Nemotron-H."""
 GEMMA3N: Final[Names] = SANDWICH | {
     "laurel.linear_left": "laurel_l",
     "laurel.linear_right": "laurel_r",

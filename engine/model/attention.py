@@ -78,10 +78,11 @@ class Attention:
         if config.has_head_gate:
             hidden = ShardSlice.whole(config.hidden_size)
             self.head_gate = weights.linear({"g_proj": heads}, hidden, bias=False)
-            self.spread = self._spread(weights)
+            self.spread = _spread(ops, weights, self.heads, self.head_dim)
         self.norm_nD = self._make_norms(config, weights)
         self.output = weights.linear({"o_proj": ShardSlice.whole(config.hidden_size)}, q, bias=config.o_bias)
-        gated = self.gate is not None or config.has_head_gate
+        self.sub_norm_Q = weights.vector("attn_sub_norm.weight", q.size) if config.has_sub_norms else None
+        gated = self.gate is not None or config.has_head_gate or config.has_sub_norms
         self._attend = ops.attention if gated else ops.before(self.output).attention
 
     def _rows_in_order(self) -> tuple[int, ...] | None:
@@ -112,16 +113,12 @@ class Attention:
         turned = [head + dim for head in (*queries, *heads[each - 2 :: each]) for dim in order]
         return (*turned, *(head + dim for head in heads[each - 1 :: each] for dim in range(width)))
 
-    def _spread(self, weights: Weights) -> PackedLinear:
-        """Return the linear that repeats the gate of a head for all its dimensions, which loses nothing."""
-        ones_HH = torch.eye(self.heads, dtype=weights.dtype, device=weights.device)
-        return self.ops.pack_router(ones_HH.repeat_interleave(self.head_dim, 0), None)
-
     def _make_norms(self, config: ModelConfig, weights: Weights) -> Tensor | None:
         """Stack one norm weight per head, so that queries and keys are normed in one operation. None where
         heads are not normed.
         """
-        if config.qk_norm == "no_weight" and config.ropes[self.rope].rotary_dim:
+        is_normed = config.qk_norm == "no_weight" and config.ropes[self.rope].rotary_dim
+        if is_normed or config.qk_norm == "no_weight_anywhere":
             rows = self.heads + self.kv_heads, self.head_dim
             return torch.ones(rows, dtype=weights.dtype, device=weights.device)
         if config.qk_norm != "heads":
@@ -147,6 +144,8 @@ class Attention:
             assert ops.recurrent is not None
             gates = ops.linear(self.spread, ops.linear(self.head_gate, x_TE))
             out = ops.recurrent.sigmoid_mul(out, gates)
+        if self.sub_norm_Q is not None:
+            out = ops.before(self.output).rms_norm(out, self.sub_norm_Q, self.eps)
         return self.rank.row_parallel_linear(ops, self.output, out, x_TE.shape[1])
 
     def _rotate_and_write_kv(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
@@ -193,6 +192,12 @@ class Attention:
             q_THD = ops.rotary(q_THD, *self._angles(forward, self.query_rope))
         ops.write_kv(*self._cache(forward), k_TGD, qkv[:, rotated:], plan)
         return q_THD
+
+
+def _spread(ops: Ops, weights: Weights, heads: int, width: int) -> PackedLinear:
+    """Return the linear that repeats the gate of a head for all its dimensions, which loses nothing."""
+    ones_HH = torch.eye(heads, dtype=weights.dtype, device=weights.device)
+    return ops.pack_router(ones_HH.repeat_interleave(width, 0), None)
 
 
 def rows_of(heads: ShardSlice, head_dim: int) -> ShardSlice:
@@ -323,6 +328,10 @@ class LatentAttention:
         name = "q_b_proj" if latent.q_rank else "q_proj"
         self.q = weights.linear({name: queries}, inputs, bias=False, order=self._query_order(turned))
         self._absorb(heads, weights)
+        self.head_gate = self.spread = None
+        if config.has_head_gate:
+            self.head_gate = weights.linear({"g_proj": heads}, hidden, bias=False)
+            self.spread = _spread(ops, weights, self.heads, latent.value)
         self.output = weights.linear({"o_proj": hidden}, rows_of(heads, latent.value), bias=latent.has_bias)
 
     def _query_order(self, turned: tuple[int, ...]) -> tuple[int, ...]:
@@ -350,7 +359,7 @@ class LatentAttention:
 
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
         """Return partial results for `TensorParallel.add_rms_norm`, [T, E]."""
-        ops, latent, plan = self.ops, self.latent, forward.plans[None]
+        ops, latent, plan, x = self.ops, self.latent, forward.plans[None], x_TE
         angles = forward.cos_ATD[self.rope], forward.sin_ATD[self.rope]
         self._write_latents(x_TE, forward, angles)
         if self.q_latent is not None:
@@ -368,7 +377,12 @@ class LatentAttention:
         out = ops.attention(q_THD, forward.cache, self.layer, plan, self.scale)
         out_THL = out.view(len(q), self.heads, -1)[..., : latent.kv_rank]
         out_THV = ops.linear_by_head(self.values, out_THL)
-        return self.rank.row_parallel_linear(ops, self.output, out_THV.flatten(1), self.hidden)
+        out = out_THV.flatten(1)
+        if self.head_gate is not None:
+            assert ops.recurrent is not None
+            gates = ops.linear(self.spread, ops.linear(self.head_gate, x))
+            out = ops.recurrent.sigmoid_mul(out, gates)
+        return self.rank.row_parallel_linear(ops, self.output, out, self.hidden)
 
     def _write_latents(self, x_TE: Tensor, forward: ForwardContext, angles: tuple[Tensor, Tensor]) -> None:
         """Norm each row's latent, rotate its key, and write both to the cache, as keys and as values."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from llmbox.kernels.ops import Ops, PackedLinear
 
-from ..model_config.architecture import BIASED_NORMS
 from ..model_config.config import ModelConfig
 from ..weights.source import Weights, norm_bias, norm_weight
 from .forward_context import ForwardContext
@@ -128,12 +127,12 @@ class SingleNormBlock(DecoderBlock):
 
 
 class LayerNormBlock(PreNormBlock):
-    """`PreNormBlock` with LayerNorms that have biases (Phi-MoE, Nemotron)."""
+    """`PreNormBlock` with LayerNorms that have biases (Phi-MoE, Nemotron), or no weights either (OLMo)."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
         super().__init__(config, weights, ops, attention, mlp)
-        self.input_bias_E = norm_bias(weights, "input_layernorm", self.input_norm_E)
-        self.post_bias_E = norm_bias(weights, "post_attention_layernorm", self.post_norm_E)
+        self.input_bias_E = norm_bias(config, weights, "input_layernorm", self.input_norm_E)
+        self.post_bias_E = norm_bias(config, weights, "post_attention_layernorm", self.post_norm_E)
 
     def first(self, residual_TE: Tensor) -> Tensor:
         return self.ops.layer_norm(residual_TE, None, self.input_norm_E, self.eps, self.input_bias_E)
@@ -160,7 +159,7 @@ class PostNormBlock(DecoderBlock):
         super().__init__(config, weights, ops, attention, mlp)
         self.after_attention_E = norm_weight(config, weights, "post_attention_layernorm", config.hidden_size)
         self.after_mlp_E = norm_weight(config, weights, "post_feedforward_layernorm", config.hidden_size)
-        self.after_eps = config.rms_norm_eps * config.scales.residual**2
+        self.after_eps = config.post_norm_eps or config.rms_norm_eps * config.scales.residual**2
         """Epsilon of norms after attention and MLP, whose rows are not divided as the residual is."""
 
     def first(self, residual_TE: Tensor) -> Tensor:
@@ -208,9 +207,7 @@ class ParallelBlock(DecoderBlock):
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
         super().__init__(config, weights, ops, attention, mlp)
         self.input_norm_E = weights.vector("input_layernorm.weight", config.hidden_size)
-        self.input_bias_E = None
-        if config.block in BIASED_NORMS:
-            self.input_bias_E = norm_bias(weights, "input_layernorm", self.input_norm_E)
+        self.input_bias_E = norm_bias(config, weights, "input_layernorm", self.input_norm_E)
 
     def first(self, residual_TE: Tensor) -> Tensor:
         return self.ops.layer_norm(residual_TE, None, self.input_norm_E, self.eps, self.input_bias_E)
@@ -234,7 +231,7 @@ class ParallelNormsBlock(ParallelBlock):
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, attention: Mixer, mlp: MLP) -> None:
         super().__init__(config, weights, ops, attention, mlp)
         self.mlp_norm_E = weights.vector("post_attention_layernorm.weight", config.hidden_size)
-        self.mlp_bias_E = norm_bias(weights, "post_attention_layernorm", self.mlp_norm_E)
+        self.mlp_bias_E = norm_bias(config, weights, "post_attention_layernorm", self.mlp_norm_E)
 
     def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
         added_TE = self.complete(self.attention(x_TE, forward))

@@ -174,7 +174,10 @@ class Decoder:
         config = self.config
         if not self.is_last:
             return None, None
-        norm_E = norm_weight(config, weights, "model.norm", config.hidden_size)
+        if config.has_plain_last_norm:
+            norm_E = weights.vector("model.norm.weight", config.hidden_size)
+        else:
+            norm_E = norm_weight(config, weights, "model.norm", config.hidden_size)
         if config.tie_word_embeddings:
             assert self.embedding is not None
             return norm_E, self.embedding.packed
@@ -182,9 +185,7 @@ class Decoder:
         return norm_E, weights.head("lm_head", vocab, config.hidden_size, bias=config.head_bias)
 
     def _norm_bias(self, weights: Weights) -> Tensor | None:
-        if self.config.block not in BIASED_NORMS or self.norm_E is None:
-            return None
-        return norm_bias(weights, "model.norm", self.norm_E)
+        return None if self.norm_E is None else norm_bias(self.config, weights, "model.norm", self.norm_E)
 
     def tap(self, layers: Sequence[int]) -> None:
         """Keep the inputs of these layers, none of them the first, in each later forward pass; one may occur
@@ -280,6 +281,12 @@ class Decoder:
             self.ops.host_callback(self.rank.communicator.send, (x_TE, residual_TE))
         return x_TE, residual_TE
 
+    def _norm_embedding(self, x_TE: Tensor) -> Tensor:
+        ones_E = torch.ones(x_TE.shape[1], dtype=self.dtype, device=x_TE.device)
+        normed_TE = self.ops.rms_norm(x_TE, ones_E, self.config.rms_norm_eps)
+        # A copy, as the next norm may give its result where this one has.
+        return self.ops.concat((normed_TE.unsqueeze(1),)).flatten(1)
+
     def _own_embeddings(self, ids_T: Tensor, x_TE: Tensor) -> Tensor:
         assert self.own is not None
         assert self.embedding is not None
@@ -293,6 +300,8 @@ class Decoder:
             residual_TE = self.embedding(forward.ids_T)
             if forward.images is not None:
                 residual_TE[forward.images.rows_R] = forward.images.levels_LRE[0]
+            if self.config.norms_embedding:
+                residual_TE = self._norm_embedding(residual_TE)
             return self.layers[0].first(residual_TE), residual_TE
         ops, width = self.ops, self.config.hidden_size
         x_TE = ops.scratch("x", forward.ids_T, width, self.dtype)

@@ -38,7 +38,11 @@ class GatedMLP:
         self.down = weights.linear({"down_proj": hidden}, ffn, bias=bias)
         if config.activation == "xielu":
             self.activation = _read_xielu(weights.at("act_fn"))
+        self.sub_norm_F: Tensor | None = None
         self._gate_mul = ops.before(self.down).gate_mul
+        if config.has_sub_norms:
+            self.sub_norm_F, self.eps = weights.vector("ffn_sub_norm.weight", ffn.size), config.rms_norm_eps
+            self._gate_mul = ops.gate_mul
         self.scales_2F: Tensor | None = None
         if config.scales.mlp is not None:
             gate, down = config.scales.mlp
@@ -55,7 +59,10 @@ class GatedMLP:
         gate_up = self.ops.linear(self.gate_up, x_TE)
         if self.scales_2F is not None:
             gate_up = self._scale(gate_up, self.scales_2F)
-        return self._gate_mul(gate_up, self.activation)
+        inner_TF = self._gate_mul(gate_up, self.activation)
+        if self.sub_norm_F is None:
+            return inner_TF
+        return self.ops.before(self.down).rms_norm(inner_TF, self.sub_norm_F, self.eps)
 
     def _scale(self, x_TN: Tensor, by_N: Tensor) -> Tensor:
         assert self.ops.recurrent is not None

@@ -1,5 +1,5 @@
 """Recurrent layers: short convolutions with gates (LFM2), gated delta nets (Qwen3.5), Kimi delta attention,
-Mamba-2 (Granite, Nemotron-H), and Mamba-2 beside attention (Falcon-H1).
+Mamba 1 (Jamba), Mamba-2 (Granite, Nemotron-H), and Mamba-2 beside attention (Falcon-H1).
 
 T rows of the step, E hidden, C channels of the convolution on this rank, K inputs that it spans, H value
 heads of this rank, B numbers of a value.
@@ -135,6 +135,77 @@ class GatedDeltaNet(RecurrentLayer):
         return self.rank.row_parallel_linear(ops, self.output, normed, x_TE.shape[1])
 
 
+class Mamba1(RecurrentLayer):
+    """Mamba 1: a short convolution of x, a selective scan whose time steps, keys and queries are linears of
+    its result, and a gate.
+
+    With tensor parallelism each rank has some channels, and all numbers of keys and queries, to which every
+    rank adds its channels' part.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
+        super().__init__(config, layer, weights, ops)
+        recurrent, hidden = self.config, ShardSlice.whole(config.hidden_size)
+        groups = self.rank.part(recurrent.heads)
+        channels = rows_of(groups, recurrent.value_dim)
+        self.shape = ScanShape("s6", groups.size, 1, recurrent.key_dim, recurrent.value_dim)
+        self.eps = self.eps if recurrent.norm_eps is None else recurrent.norm_eps
+        weights.split("in_proj", dict.fromkeys(("in_proj_x", "in_proj_z"), recurrent.values))
+        self.input = weights.linear({"in_proj_x": channels}, hidden, bias=recurrent.bias)
+        self.gate = weights.linear({"in_proj_z": channels}, hidden, bias=recurrent.bias)
+        weight_C1K = weights.floats("conv1d.weight", recurrent.channels, 1, recurrent.conv_width)
+        self.weight_KC = _cut(weight_C1K[:, 0], channels).t().contiguous()
+        self.bias_C = None
+        if recurrent.conv_bias:
+            self.bias_C = _cut(weights.floats("conv1d.bias", recurrent.channels), channels)
+        self.step_rank, keys = recurrent.step_rank, recurrent.key_dim
+        narrow = ShardSlice.whole(self.step_rank + 2 * keys)
+        self.narrow = weights.linear({"x_proj": narrow}, channels, bias=False)
+        self.steps = weights.linear({"dt_proj": channels}, ShardSlice.whole(self.step_rank), bias=False)
+        rate_CA = _cut(weights.floats("A_log", recurrent.values, keys), channels)
+        rate_HAB = decay_rates(rate_CA).view(groups.size, -1, keys).transpose(1, 2).contiguous()
+        bias_C, skip_C = (
+            _cut(weights.floats(name, recurrent.values), channels) for name in ("dt_proj.bias", "D")
+        )
+        self.weights = ScanWeights(rate_HAB, bias_C, skip_C)
+        self.step_norm_1R, self.key_norm_2A = self._read_norms(weights)
+        self.output = weights.linear({"out_proj": hidden}, channels, bias=recurrent.out_bias)
+
+    def _read_norms(self, weights: Weights) -> tuple[Tensor | None, Tensor | None]:
+        """Read the norms' weights: of the rows that become time steps, and of keys and queries."""
+        widths = {"dt": self.step_rank, "b": self.config.key_dim, "c": self.config.key_dim}
+        names = {part: f"{part}_layernorm.weight" for part in widths}
+        if self.config.has_step_weights:
+            dt, b, c = (weights.vector(names[part], width) for part, width in widths.items())
+        else:
+            for name in names.values():  # some checkpoints have them, all 1
+                weights.skip(name)
+            dt, b, c = (torch.ones(w, dtype=weights.dtype, device=weights.device) for w in widths.values())
+        return (None, None) if self.config.step_norm is None else (dt.unsqueeze(0), torch.stack((b, c)))
+
+    def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
+        assert forward.states is not None
+        assert forward.layout is not None
+        ops, recurrent, rank = self.ops, self.recurrent, self.step_rank
+        at = forward.states, self.layer, forward.layout
+        x_TC = ops.linear(self.input, x_TE)
+        x_TC = recurrent.short_conv(x_TC, self.weight_KC, self.bias_C, False, *at)
+        width = rank + 2 * self.shape.key_dim
+        narrow = self.rank.row_parallel_linear(ops, self.narrow, x_TC, width)
+        narrow = self.rank.finish_all_reduce(ops, narrow)
+        dt, pairs = narrow[:, :rank], narrow[:, rank:].unsqueeze(1)
+        if self.key_norm_2A is not None:
+            assert self.step_norm_1R is not None
+            keys = pairs.view(len(x_TE), 2, -1)
+            # A copy, as the norm below may give its result where this one has.
+            pairs = ops.concat((ops.rms_norm(keys, self.key_norm_2A, self.eps).view_as(pairs),))
+            dt = ops.rms_norm(dt.unsqueeze(1), self.step_norm_1R, self.eps).flatten(1)
+        gates = ops.concat((ops.linear(self.steps, dt).unsqueeze(1), pairs)).flatten(1)
+        out = recurrent.scan(x_TC, gates, self.weights, self.shape, *at)
+        gated = recurrent.silu_mul(out, ops.linear(self.gate, x_TE))
+        return self.rank.row_parallel_linear(ops, self.output, gated, x_TE.shape[1])
+
+
 class Mamba2(RecurrentLayer):
     """Mamba-2: a short convolution of (x, B, C), a selective scan, and a norm of its gated result.
 
@@ -197,22 +268,29 @@ class Mamba2(RecurrentLayer):
 class KimiDeltaAttention(RecurrentLayer):
     """Gated delta net whose memory decays number by number of a key, with the sigmoid of a gate.
 
-    Decays and the gate are computed through rows of `key_dim` numbers, which every rank has.
+    Decays and the gate are computed through rows of `key_dim` numbers, which every rank has, or directly.
     """
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
         super().__init__(config, layer, weights, ops)
         recurrent, hidden = self.config, ShardSlice.whole(config.hidden_size)
         heads, dim = self.rank.part(recurrent.heads), recurrent.key_dim
-        self.shape = ScanShape("kda", heads.size, heads.size, dim, dim)
+        self.shape = ScanShape("kda", heads.size, heads.size, dim, dim, recurrent.limits)
         rows, inner = rows_of(heads, dim), ShardSlice.whole(dim)
         self.input = weights.linear(dict.fromkeys(("q_proj", "k_proj", "v_proj"), rows), hidden, bias=False)
-        self.inner = weights.linear({"f_a_proj": inner, "g_a_proj": inner}, hidden, bias=False)
         self.beta = weights.linear({"b_proj": heads}, hidden, bias=False)
-        self.decay = weights.linear({"f_b_proj": rows}, inner, bias=False)
-        self.gate = weights.linear({"g_b_proj": rows}, inner, bias=False)
+        self.inner: PackedLinear | None = None
+        shape: tuple[int, ...] = (recurrent.heads,)
+        if recurrent.has_full_gates:
+            self.decay = weights.linear({"f_proj": rows}, hidden, bias=False)
+            self.gate = weights.linear({"g_proj": rows}, hidden, bias=False)
+        else:
+            self.inner = weights.linear({"f_a_proj": inner, "g_a_proj": inner}, hidden, bias=False)
+            self.decay = weights.linear({"f_b_proj": rows}, inner, bias=False)
+            self.gate = weights.linear({"g_b_proj": rows}, inner, bias=False)
+            shape = 1, 1, recurrent.heads, 1
         self.weight_KC = _conv_of_qkv(weights, recurrent.conv_width, rows, rows, rows)
-        rate_H = _cut(weights.floats("A_log", 1, 1, recurrent.heads, 1).view(-1), heads)
+        rate_H = _cut(weights.floats("A_log", *shape).view(-1), heads)
         bias = _cut(weights.floats("dt_bias", recurrent.values), rows)
         self.weights = ScanWeights(decay_rates(rate_H), bias)
         self.norm_HB = weights.vector("o_norm.weight", dim).expand(heads.size, -1).contiguous()
@@ -224,13 +302,17 @@ class KimiDeltaAttention(RecurrentLayer):
         ops, recurrent, shape = self.ops, self.recurrent, self.shape
         at, dim = (forward.states, self.layer, forward.layout), shape.key_dim
         qkv_TC = recurrent.short_conv(ops.linear(self.input, x_TE), self.weight_KC, None, False, *at)
-        # A copy, as the other linears may give their results where this one has.
-        inner = ops.concat((ops.linear(self.inner, x_TE).unsqueeze(1),)).flatten(1)
+        decay_in = gate_in = x_TE
+        if self.inner is not None:
+            # A copy, as the other linears may give their results where this one has.
+            inner = ops.concat((ops.linear(self.inner, x_TE).unsqueeze(1),)).flatten(1)
+            decay_in, gate_in = inner[:, :dim], inner[:, dim:]
         beta_T1H = ops.linear(self.beta, x_TE).unsqueeze(1)
-        gates = ops.concat((beta_T1H, ops.linear(self.decay, inner[:, :dim]).unsqueeze(1))).flatten(1)
+        gates = ops.concat((beta_T1H, ops.linear(self.decay, decay_in).unsqueeze(1))).flatten(1)
         out = recurrent.scan(qkv_TC, gates, self.weights, shape, *at)
+        gate = ops.linear(self.gate, gate_in)  # before the norm, which may give its result where `x_TE` is
         normed = ops.rms_norm(out.view(len(x_TE), shape.heads, dim), self.norm_HB, self.eps).flatten(1)
-        gated = recurrent.sigmoid_mul(normed, ops.linear(self.gate, inner[:, dim:]))
+        gated = recurrent.sigmoid_mul(normed, gate)
         return self.rank.row_parallel_linear(ops, self.output, gated, x_TE.shape[1])
 
 

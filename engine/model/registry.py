@@ -30,7 +30,15 @@ from .decoder import Decoder
 from .encoder import BidirectionalAttention, Encoder
 from .gemma import AltUpBlock, Gemma4Block, NormedValueAttention
 from .mlp import GatedMLP, SparseMoE
-from .recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2, ParallelMixers, RecurrentLayer, ShortConv
+from .recurrent import (
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    Mamba1,
+    Mamba2,
+    ParallelMixers,
+    RecurrentLayer,
+    ShortConv,
+)
 
 _Block = type[PreNormBlock] | type[PostNormBlock] | type[SandwichNormBlock] | type[ParallelBlock]
 BLOCKS: dict[BlockKind, _Block] = {
@@ -51,6 +59,7 @@ QK_NORMS: dict[QKNorm | None, type[Attention]] = {
 RECURRENT: dict[RecurrentKind, tuple[type[RecurrentLayer], str]] = {
     "gated_delta": (GatedDeltaNet, "linear_attn"),
     "kimi_delta": (KimiDeltaAttention, "self_attn"),
+    "mamba1": (Mamba1, "mamba"),
     "mamba2": (Mamba2, "mamba"),
     "short_conv": (ShortConv, "conv"),
 }

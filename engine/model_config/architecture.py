@@ -34,10 +34,10 @@ BIASED_NORMS: frozenset[BlockKind] = frozenset({"layer_norm", "parallel_biased",
 AttentionGate = Literal["q_proj", "gate_proj"]
 """Linear with gates, by whose sigmoid attention's results are multiplied: behind the query of each head, or
 one of their own."""
-QKNorm = Literal["heads", "width", "no_weight", "layer", "layer_by_head"]
+QKNorm = Literal["heads", "width", "no_weight", "no_weight_anywhere", "layer", "layer_by_head"]
 """QK-norm: RMS norm of queries and keys per head, over all heads of a row together, or per head without a
-weight and in layers with RoPE alone; or a LayerNorm with weights of each head, which checkpoints have in one
-tensor or one by one."""
+weight, in layers with RoPE alone or in all; or a LayerNorm with weights of each head, which checkpoints have
+in one tensor or one by one."""
 
 WIDE_NORMS: frozenset[QKNorm | None] = frozenset({"width", "layer", "layer_by_head"})
 """QK-norms that have a weight for each number of all heads."""
@@ -210,6 +210,14 @@ class ArchitectureTraits:
     names: Mapping[str, str] = field(default_factory=dict)
     """Modules of a layer, or whole names of tensors, that its checkpoints call otherwise: {name in
     `engine/model`: name there}."""
+    has_norm_weights: bool = True
+    """False if norms of rows have neither weights nor biases."""
+    norms_embedding: bool = False
+    """True if rows are normed before the first layer too, without a weight."""
+    has_plain_last_norm: bool = False
+    """True if the norm after the last layer multiplies by w where others multiply by 1 + w."""
+    has_sub_norms: bool = False
+    """True if attention's result, and the inner rows of MLPs, are normed before the linear that follows."""
     norms_values: bool = False
     """True if values are normed too, without a weight."""
 

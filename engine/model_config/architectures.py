@@ -26,7 +26,7 @@ from .encoders.own_code import OWN_CODE_ENCODERS
 from .encoders.pooling import with_head
 from .families.gemma import GEMMA_MODELS
 from .families.gemma4 import GEMMA3N_MODELS, GEMMA4_MODELS
-from .families.gpt import GPT_FAMILIES
+from .families.gpt import GPT_FAMILIES, refuse_options
 from .families.hybrids import HYBRIDS, MULTIMODAL
 from .families.others import MISTRAL4, OTHER_FAMILIES, refuse_clipping
 from .families.siblings import SIBLINGS
@@ -66,11 +66,6 @@ def refuse_other_texts(fields: Fields) -> None:
         raise fields.error(f"a language model of {show(name)} is not supported, only of llama and mistral")
 
 
-def refuse_head_bias(fields: Fields) -> None:
-    if fields.flag("lm_head_bias", default=False):
-        raise fields.error("lm_head_bias is not supported")
-
-
 SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
 """Default for a config.json without the key; null means no sliding window."""
 
@@ -104,6 +99,9 @@ _DEEPSEEK_V3 = Architecture(
     experts=deepseek_v3_experts,
     own_code="modeling_deepseek.DeepseekV3ForCausalLM",
     mtp="deepseek",
+)
+_KIMI_K25 = replace(
+    _DEEPSEEK_V3, is_nested=True, own_code="modeling_kimi_k25.KimiK25ForConditionalGeneration"
 )
 _ERNIE = Architecture(
     model_type="ernie4_5",
@@ -140,6 +138,13 @@ _MINISTRAL3 = Architecture(
     head_dim=128,
     windows=one_window,
 )
+LANGUAGE_PARTS = {
+    "Exaone4_5_ForConditionalGeneration": "exaone4",
+    "MiniCPMV4_6ForConditionalGeneration": "qwen3_5_text",
+    "MiniCPMV4_7ForConditionalGeneration": "qwen3_5_text",
+    "NemotronH_Omni_Reasoning_V3": "nemotron_h",
+}
+"""Vision-language models whose `text_config` names an architecture that is here, by default this one."""
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _MISTRAL,
@@ -277,7 +282,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         has_stacked_projections=True,
         has_stacked_mlp=True,
         own_code="modeling_phi3.Phi3ForCausalLM",
-        refuse=refuse_head_bias,
+        refuse=refuse_options(lm_head_bias=False),
     ),
     "Glm4ForCausalLM": _GLM4,
     "GlmForCausalLM": replace(_GLM4, model_type="glm", block="pre_norm", names={}),
@@ -288,6 +293,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "LlavaForConditionalGeneration": replace(
         _LLAMA, is_nested=True, nested=(_MISTRAL, _LLAMA), refuse=refuse_other_texts
     ),
+    "Kimi_K25ForConditionalGeneration": _KIMI_K25,
+    "KimiK25ForConditionalGeneration": _KIMI_K25,
     "SeedOssForCausalLM": Architecture(
         model_type="seed_oss",
         defaults={"attention_bias": True, "attention_out_bias": False},
@@ -324,21 +331,20 @@ ARCHITECTURES: dict[str, Architecture] = {
     **GEMMA4_MODELS,
     **OTHER_FAMILIES,
     **MULTIMODAL,
+    **{name: replace(_LLAMA, is_nested=True, text_type=kind) for name, kind in LANGUAGE_PARTS.items()},
     **SIBLINGS,
     **GPT_FAMILIES,
 }
 """Architectures by the class name in `architectures` of config.json."""
-_INDEXER, _MAMBA_1 = "attention to the tokens that an indexer selects", "layers of Mamba 1"
+_INDEXER = "attention to the tokens that an indexer selects"
 _ALIBI = "attention scores that fall with the distance (ALiBi)"
 MISSING: dict[str, str] = {
     "BloomForCausalLM": _ALIBI,
     "Cohere2MoeForCausalLM": "experts whose result is averaged with that of shared ones",
     "DeepseekV32ForCausalLM": _INDEXER,
     "DeepseekV4ForCausalLM": "attention to compressed tokens, and hyper-connections",
-    "FalconMambaForCausalLM": _MAMBA_1,
     "GlmMoeDsaForCausalLM": _INDEXER,
     "HYV4ForCausalLM": f"{_INDEXER}, and hyper-connections",
-    "JambaForCausalLM": _MAMBA_1,
     "Kolibri1ForCausalLM": "a router whose correction is added to logits",
     "LagunaForCausalLM": "gates by softplus, and layers with different numbers of heads",
     "LongcatFlashForCausalLM": "layers with attention twice, and experts that return their input",
@@ -348,7 +354,6 @@ MISSING: dict[str, str] = {
     "Qwen4ExpForCausalLM": f"{_INDEXER}, and embeddings of n-grams",
     "Eagle3LlamaForCausalLM": "the model that it drafts for, which is loaded with --draft and this folder",
     "LlamaForCausalLMEagle3": "the model that it drafts for, which is loaded with --draft and this folder",
-    "MambaForCausalLM": _MAMBA_1,
     "Zamba2ForCausalLM": "attention that several layers share, with adapters of their own",
 }
 """Missing parts of known architectures, by the class name of their language model."""

@@ -68,6 +68,8 @@ class ModelConfig(ArchitectureTraits):
     rms_norm_eps: float
     """Epsilon of norms over rows as they are stored, divided by the residual multiplier
     (`Scales.residual`)."""
+    post_norm_eps: float | None
+    """Epsilon of norms after attention and MLP; None: that of the others."""
     tie_word_embeddings: bool
     """True if the output head is the embedding, or if there is no head."""
     qkv_bias: bool
@@ -225,7 +227,7 @@ class ModelConfig(ArchitectureTraits):
             sliding_share=len(windows) / (recurrent.attention_layers or 1 if recurrent else self.num_layers),
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm == "heads",
-            norms_all_heads=self.qk_norm == "width",
+            norms_all_heads=self.qk_norm == "width" or self.has_sub_norms,
             exact_params=self.num_parameters,
             latent=None if self.latent is None else self.latent.shape(self.hidden_size, self.num_heads),
             fits_float16=self.fits_float16,
@@ -297,6 +299,7 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
         head_dim=sizes.head_dim,
         max_position_embeddings=sizes.positions,
         rms_norm_eps=norm_eps(fields) / scales.residual**2,
+        post_norm_eps=fields.optional_number("post_norm_eps"),
         tie_word_embeddings=not head or fields.flag("tie_word_embeddings", default=False),
         has_head=head,
         qkv_bias=bias or kind.qkv_bias,

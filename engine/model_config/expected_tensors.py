@@ -38,6 +38,7 @@ _NORMS: Final = {
 _RECURRENT: Final = {
     "gated_delta": "linear_attn",
     "kimi_delta": "self_attn",
+    "mamba1": "mamba",
     "mamba2": "mamba",
     "short_conv": "conv",
 }
@@ -117,6 +118,8 @@ def _check_decoder(found: ExpectedTensors, config: ModelConfig) -> tuple[str, ..
 
 
 def _take_norm(found: ExpectedTensors, prefix: str, name: str, config: ModelConfig) -> None:
+    if not config.has_norm_weights:
+        return
     found.take(found.at(prefix, f"{name}.weight"), config.hidden_size)
     if config.block in BIASED_NORMS:
         found.take(found.at(prefix, f"{name}.bias"), config.hidden_size)
@@ -172,6 +175,8 @@ def _take_attention(found: ExpectedTensors, module: str, config: ModelConfig, la
         found.take(found.at(module, "sinks"), config.num_heads)
     if config.has_head_gate:
         found.linears(module, {"g_proj": config.num_heads}, hidden)
+    if config.has_sub_norms:
+        found.take(found.at(module, "attn_sub_norm.weight"), q)
     for norm, heads in (("q_norm", config.num_heads), *((("k_norm", sizes.kv_heads),) if has_kv else ())):
         match config.qk_norm:
             case "heads":
@@ -196,6 +201,8 @@ def _take_latent(found: ExpectedTensors, module: str, config: ModelConfig, laten
         found.take(found.at(module, "q_a_layernorm.weight"), inputs)
     found.linears(module, {"q_b_proj" if latent.q_rank else "q_proj": heads * latent.query}, inputs)
     found.linears(module, {"kv_b_proj": heads * (latent.nope + latent.value)}, latent.kv_rank)
+    if config.has_head_gate:
+        found.linears(module, {"g_proj": heads}, hidden)
     found.linears(module, {"o_proj": hidden}, heads * latent.value, bias=bias)
 
 
@@ -212,18 +219,25 @@ def _take_recurrent(
         case "mamba2":
             parts = {"in_proj_z": values, "in_proj_x": values, "in_proj_B": keys, "in_proj_C": keys}
             parts["in_proj_dt"], norm = heads, values if recurrent.norm is not None else 0
+        case "mamba1":
+            parts, norm = dict.fromkeys(("in_proj_x", "in_proj_z"), values), 0
+            _take_time_steps(found, module, recurrent)
         case "kimi_delta":
             parts, outputs = dict.fromkeys(("q_proj", "k_proj", "v_proj"), values), "o_proj"
             inner = recurrent.key_dim
-            found.linears(module, {"f_a_proj": inner, "g_a_proj": inner, "b_proj": heads}, hidden)
-            found.linears(module, {"f_b_proj": values, "g_b_proj": values}, inner)
+            found.linears(module, {"b_proj": heads}, hidden)
+            if recurrent.has_full_gates:
+                found.linears(module, {"f_proj": values, "g_proj": values}, hidden)
+            else:
+                found.linears(module, {"f_a_proj": inner, "g_a_proj": inner}, hidden)
+                found.linears(module, {"f_b_proj": values, "g_b_proj": values}, inner)
         case _ if recurrent.is_interleaved:
             parts = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * heads}
         case _:
             parts = {"in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
             qkv = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values}
             found.linears(module, qkv, hidden, stacks=("in_proj_qkv",))
-    stacks = ("in_proj",) if recurrent.kind in {"short_conv", "mamba2"} else ()
+    stacks = ("in_proj",) if recurrent.kind in {"short_conv", "mamba1", "mamba2"} else ()
     found.linears(module, parts, hidden, bias=recurrent.bias, stacks=stacks)
     if found.has(found.at(module, convolution)):
         found.take(found.at(module, f"{convolution}.weight"), channels, 1, width)
@@ -233,15 +247,29 @@ def _take_recurrent(
             found.take(found.at(module, f"{name}.weight"), rows, 1, width)
     if recurrent.conv_bias:
         found.take(found.at(module, f"{convolution}.bias"), channels)
-    if heads:
+    if heads and recurrent.kind != "mamba1":
         is_kimi = recurrent.kind == "kimi_delta"
-        found.take(found.at(module, "A_log"), *((1, 1, heads, 1) if is_kimi else (heads,)))
+        found.take(
+            found.at(module, "A_log"),
+            *((1, 1, heads, 1) if is_kimi and not recurrent.has_full_gates else (heads,)),
+        )
         found.take(found.at(module, "dt_bias"), values if is_kimi else heads)
         if recurrent.kind == "mamba2":
             found.take(found.at(module, "D"), heads)
         if norm:
             found.take(found.at(module, "o_norm.weight" if is_kimi else "norm.weight"), norm)
     found.linears(module, {outputs: hidden}, values, bias=recurrent.out_bias)
+
+
+def _take_time_steps(found: ExpectedTensors, module: str, recurrent: RecurrentConfig) -> None:
+    """Take what makes time steps, keys and queries of Mamba 1."""
+    values, rank, keys = recurrent.values, recurrent.step_rank, recurrent.key_dim
+    found.linears(module, {"x_proj": rank + 2 * keys}, values)
+    found.linears(module, {"dt_proj": values}, rank, bias=True)
+    found.take(found.at(module, "A_log"), values, keys)
+    found.take(found.at(module, "D"), values)
+    for part, width in (("dt", rank), ("b", keys), ("c", keys)) if recurrent.has_step_weights else ():
+        found.take(found.at(module, f"{part}_layernorm.weight"), width)
 
 
 def _take_mlp(found: ExpectedTensors, prefix: str, config: ModelConfig, layer: int) -> None:
@@ -252,6 +280,8 @@ def _take_mlp(found: ExpectedTensors, prefix: str, config: ModelConfig, layer: i
         return
     module = found.at(prefix, "mlp.")
     _take_gated(found, module, config, config.sizes_of(layer).inner)
+    if config.has_sub_norms:
+        found.take(found.at(module, "ffn_sub_norm.weight"), config.sizes_of(layer).inner)
     if config.activation == "xielu":
         for number in XIELU._fields:
             found.take(found.at(module, f"act_fn.{number}"), 1)

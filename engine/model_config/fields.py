@@ -119,11 +119,11 @@ def raw_rope(fields: Fields) -> dict[str, Any]:
 
 
 def text_fields(fields: Fields) -> Fields:
-    """Return the `text_config` of a vision-language model, with the keys that apply to the whole model. Older
-    files have all keys beside those of the tower. `tie_word_embeddings` of the whole model counts more than
-    that of its text part, as in transformers.
+    """Return the `text_config`, or `llm_config`, of a vision-language model, with the keys that apply to the
+    whole model. Older files have all keys beside those of the tower. `tie_word_embeddings` of the whole model
+    counts more than that of its text part, as in transformers.
     """
-    text = fields.mapping("text_config")
+    text = fields.mapping("text_config") or fields.mapping("llm_config")
     if text is None and "hidden_size" in fields.raw:
         return fields
     if text is None:

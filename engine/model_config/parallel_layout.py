@@ -209,7 +209,10 @@ def _check_experts(shape: ModelShape, tp: int) -> None:
 
 def _indivisible(shape: ModelShape, tp: int, quant: Quant | None, expert_parallel: bool = False) -> str:
     if tp > 1 and shape.norms_all_heads:
-        return "the model norms its queries over all heads together, of which a rank would have a part"
+        return (
+            "the model norms its queries over all heads together, or attention's results, of which a rank "
+            "would have a part"
+        )
     if shape.heads % tp:
         return f"the model's {shape.heads} attention heads cannot be shared equally"
     if shape.kv_heads % tp and tp % shape.kv_heads:

@@ -30,19 +30,22 @@ def count_parameters(config: "ModelConfig") -> int:
     hidden, ffn = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     norms = 2 * config.head_dim if config.qk_norm == "heads" else (q + kv) * (config.qk_norm in WIDE_NORMS)
-    norm = hidden * (1 + (config.block in BIASED_NORMS))
+    norm = hidden * (1 + (config.block in BIASED_NORMS)) * config.has_norm_weights
     layer = _NORMS.get(config.block, 2) * norm + config.extra_params[0]
     attention = norms + hidden * (q + 2 * kv) + q * hidden
     attention += q * (hidden + config.qkv_bias) * bool(config.attention_gate)
     attention += (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias
+    attention += q * config.has_sub_norms
     attention += config.num_heads * (config.has_sinks + hidden * config.has_head_gate)
     if config.latent is not None:
         attention = config.latent.shape(hidden, config.num_heads).params
+        attention += config.num_heads * hidden * config.has_head_gate
     mixers = config.layers_with(range(config.num_layers), state=False) * attention
     if config.recurrent is not None:
         mixers += sum(config.recurrent.layers) * config.recurrent.parameters(hidden)
     matrices = 2 if config.activation in UNGATED else 3
     mlp = matrices * hidden * ffn + ((matrices - 1) * ffn + hidden) * config.mlp_bias
+    mlp += ffn * config.has_sub_norms
     mlp += len(XIELU._fields) * (config.activation == "xielu")
     tables = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
     tables += config.position_rows * hidden + config.vocab_size * config.head_bias

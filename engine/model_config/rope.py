@@ -20,6 +20,8 @@ class RopeConfig:
     """Number of dimensions of a head that are rotated, the first ones."""
     interleaved: bool = False
     """True if each dimension is paired with its neighbor, and not with the one `rotary_dim` / 2 away."""
+    is_reversed: bool = False
+    """True if pairs turn the other way, which is the usual way for pairs of swapped halves."""
     rope_type: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
@@ -71,6 +73,7 @@ class RopeConfig:
         turned = range(self.rotary_dim)
         half = self.rotary_dim // 2
         ends = (turned[0::2], turned[1::2]) if self.interleaved else (turned[:half], turned[half:])
+        ends = ends[::-1] if self.is_reversed else ends
         middle = (self.rotary_dim + head_dim) // 2
         order = (*ends[0], *range(self.rotary_dim, middle), *ends[1], *range(middle, head_dim))
         return None if order == tuple(range(head_dim)) else order
@@ -148,6 +151,23 @@ def interleaved_rope(fields: Fields, head_dim: int, positions: int, layers: int)
     """Return one RoPE of neighboring pairs, over all dimensions of a head or over the first ones."""
     (rope,), layer_ropes = partial_rope(fields, head_dim, positions, layers)
     return (replace(rope, interleaved=True),), layer_ropes
+
+
+def reversed_rope(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
+    (rope,), layer_ropes = one_rope(fields, head_dim, positions, layers)
+    return (replace(rope, is_reversed=True),), layer_ropes
+
+
+def ropes_by_type(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
+    """Return two RoPE variants of `rope_parameters`: for full attention, and for sliding windows."""
+    names, types = ("full_attention", "sliding_attention"), fields.raw.get("layer_types")
+    by_type = fields.mapping("rope_parameters") or {}
+    if set(by_type) != set(names):
+        raise fields.error(f"rope_parameters must have an entry for {' and '.join(names)}, and no others")
+    raw = Fields(by_type, f"{fields.where}: rope_parameters")
+    found = tuple(read_proportional_rope(raw.mapping(name) or {}, raw, head_dim, positions) for name in names)
+    kinds = types if isinstance(types, list) else [names[0]] * layers
+    return found, tuple(int(kind == names[1]) for kind in kinds)
 
 
 def deepseek_rope(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:

@@ -204,6 +204,7 @@ def _is_plain(model: ModelConfig) -> bool:
     others = model.experts, model.latent, model.recurrent, model.altup, model.encoder, model.vision
     gates = model.attention_gate or model.has_head_gate or model.activation == "xielu"
     norms = model.block in {"pre_norm", "post_norm", "sandwich"} and not model.norms_values
+    norms = norms and not model.norms_embedding and not model.has_sub_norms
     return norms and not gates and not model.layer_sizes and all(other is None for other in others)
 
 

@@ -26,8 +26,10 @@ from ..checkpoint.formats.floats import (
     NvFp4Format,
 )
 from ..checkpoint.formats.integers import (
+    BITNET_PACKED,
     HQQ_PACKED,
     AwqFormat,
+    BitNetFormat,
     CompressedBytes,
     CompressedWords,
     EetqFormat,
@@ -167,6 +169,18 @@ def decode_eetq(_form: EetqFormat, stored: Tensors, outputs: int, inputs: int) -
     numbers_OI[..., list(_EETQ_ORDER)] = bytes_OI
     scales_OG = stored[".weight_scales"].reshape(-1, 1).float()
     return DecodedLinear(numbers_OI=numbers_OI.reshape(outputs, inputs).view(torch.int8), scales_OG=scales_OG)
+
+
+def decode_bitnet(form: BitNetFormat, stored: Tensors, outputs: int, _inputs: int) -> DecodedLinear:
+    packed = stored[".weight"]
+    q_OI = torch.cat([(packed >> 2 * place) & 3 for place in range(BITNET_PACKED)])[:outputs]
+    if bool((q_OI == 3).any()):
+        raise BadTensor(".weight", "holds 3, which stands for no weight")
+    scale = stored[".weight_scale"].float().reshape(1, 1)
+    if not bool((scale > 0).all() and scale.isfinite().all()):
+        raise BadTensor(".weight_scale", f"is {scale.item()}, no scale")
+    scales_OG = (1 / scale if form.divides else scale).expand(outputs, 1)
+    return DecodedLinear(numbers_OI=q_OI.to(torch.int8) - 1, scales_OG=scales_OG)
 
 
 def decode_torchao_bytes(form: TorchAoBytes, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:
@@ -347,6 +361,7 @@ DECODERS: Final[Mapping[type, Callable[[Any, Tensors, int, int], DecodedLinear]]
     CompressedWords: decode_compressed_words,
     CompressedBytes: decode_compressed_bytes,
     EetqFormat: decode_eetq,
+    BitNetFormat: decode_bitnet,
     TorchAoBytes: decode_torchao_bytes,
     TorchAoInt4: decode_torchao_int4,
     TorchAoTiles: decode_torchao_tiles,

@@ -20,6 +20,7 @@ from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.weight_packing import Kind
 
 from ..distributed.communicator import TensorParallel
+from ..model_config.architecture import BIASED_NORMS
 from ..model_config.config import ModelConfig
 from ..model_config.shape import is_fine
 from ..partition import ShardSlice
@@ -302,12 +303,16 @@ def norm_weight(config: ModelConfig, weights: Weights, name: str, size: int) -> 
     """Read the weight [size] by which an RMSNorm multiplies.
 
     Gemma stores w and multiplies by 1 + w, which needs more bits than the dtype of w: the sum is kept in
-    float32.
+    float32. Norms without weights multiply by 1.
     """
+    if not config.has_norm_weights:
+        return torch.ones(size, dtype=weights.dtype, device=weights.device)
     weight = weights.vector(f"{name}.weight", size)
     return 1 + weight.float() if config.norms_add_one else weight
 
 
-def norm_bias(weights: Weights, name: str, weight: Tensor) -> Tensor:
-    """Read the bias of a LayerNorm, in the dtype of its weight."""
+def norm_bias(config: ModelConfig, weights: Weights, name: str, weight: Tensor) -> Tensor | None:
+    """Read the bias of a LayerNorm, in the dtype of its weight; None: it has none."""
+    if config.block not in BIASED_NORMS or not config.has_norm_weights:
+        return None
     return weights.vector(f"{name}.bias", len(weight)).to(weight.dtype)

@@ -12,7 +12,7 @@ from .command_buffer import CommandRecorder, ragged_step
 from .ffi import Step
 from .weight_packing import DTYPES
 
-RULES: dict[ScanRule, int] = {"delta": 0, "ssm": 1, "kda": 2}
+RULES: dict[ScanRule, int] = {"delta": 0, "ssm": 1, "kda": 2, "s6": 3}
 
 
 class CPURecurrent:

@@ -87,6 +87,8 @@ def gate_mul(gate_up_T2F: Tensor, activation: Activation | XIELU) -> Tensor:
         width = gate.shape[-1]
         share = F.pad(gate * SWIGLU_ALPHA, (0, -width % VECTOR)).sigmoid_()[..., :width]
         return (share * gate).mul_(up + 1)
+    if activation == "relu2_gated":
+        return gate.relu().square_().mul_(up)
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return activated.mul_(up)
 

@@ -77,15 +77,27 @@ def scan(
     keys, values = shape.key_heads * shape.key_dim, shape.heads * shape.value_dim
     wide, gate = rows.float(), gates.float()
     repeat = shape.heads // shape.key_heads
-    is_delta = shape.rule != "ssm"
-    if is_delta:
+    is_delta = shape.rule in {"delta", "kda"}
+    if shape.rule == "s6":
+        v = wide
+        dt, k, q = torch.split(gate, [values, keys, keys], 1)
+        factor_TH = dt = F.softplus(dt + weights.bias_H)
+    elif is_delta:
         q, k, v = torch.split(wide, [keys, keys, values], 1)
         beta_TH, a = gate[:, : shape.heads], gate[:, shape.heads :]
         factor_TH, dt = shape.beta * beta_TH.sigmoid(), F.softplus(a + weights.bias_H)
+        if shape.limits[0] < 0:
+            rate_T = (a + weights.bias_H).view(len(rows), shape.heads, -1) * -weights.rate_H[:, None]
+            dt = shape.limits[0] * rate_T.sigmoid() / weights.rate_H[:, None]
     else:
         v, k, q = torch.split(wide, [values, keys, keys], 1)
         factor_TH = dt = F.softplus(gate + weights.bias_H).clamp(*shape.limits)
-    decay_THn = (weights.rate_H[:, None] * dt.view(len(rows), shape.heads, -1)).exp()
+    dt_THn = dt.view(len(rows), shape.heads, -1)
+    factor_THn = factor_TH.view(len(rows), shape.heads, -1)
+    if shape.rule == "s6":
+        decay_THAn = (weights.rate_H * dt_THn.unsqueeze(2)).exp()
+    else:
+        decay_THAn = (weights.rate_H[:, None] * dt_THn).exp().unsqueeze(-1)
     q_THA, k_THA = (x.reshape(len(rows), shape.key_heads, -1).repeat_interleave(repeat, 1) for x in (q, k))
     v_THB = v.reshape(len(rows), shape.heads, -1)
     if is_delta:
@@ -93,18 +105,18 @@ def scan(
     out_THB = torch.empty(len(rows), shape.heads, shape.value_dim, device=rows.device)
 
     def advance(row: int, memory_HAB: Tensor) -> Tensor:
-        memory_HAB = memory_HAB * decay_THn[row].unsqueeze(-1)
+        memory_HAB = memory_HAB * decay_THAn[row]
         value_HB = v_THB[row]
         if is_delta:
             value_HB = value_HB - (memory_HAB * k_THA[row].unsqueeze(-1)).sum(1)
-        change_HB = value_HB * factor_TH[row].unsqueeze(-1)
+        change_HB = value_HB * factor_THn[row]
         memory_HAB = memory_HAB + k_THA[row].unsqueeze(-1) * change_HB.unsqueeze(1)
         out_THB[row] = (memory_HAB * q_THA[row].unsqueeze(-1)).sum(1)
         return memory_HAB
 
     _run(state.memory_LSHAB[layer], layout, advance)
     if weights.skip_H is not None:
-        out_THB += weights.skip_H.unsqueeze(-1) * v_THB
+        out_THB += weights.skip_H.view(shape.heads, -1) * v_THB
     return out_THB.flatten(1).to(rows.dtype)
 
 

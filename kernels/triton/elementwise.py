@@ -59,6 +59,7 @@ def tanh(x: tl.tensor) -> tl.tensor:
 
 WITH_GELU_TANH, WITH_SWIGLU_OAI, WITH_RELU2 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 WITH_GELU, WITH_GELU_NEW, WITH_RELU = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+WITH_RELU2_GATED = tl.constexpr(7)
 ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
@@ -136,9 +137,9 @@ def gated(x: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr, ACTIVATION: tl.c
     """Compute activation(gate) * up for a tile of columns; float32, rounded to the model's dtype after each
     of both steps.
 
-    All activations are x / (1 + e^-z): SiLU has z = x; GELU by tanh, x (1 + tanh(y)) / 2, has z = 2 y; that
-    of gpt-oss has z = 1.702 x, of limited numbers. Without a gate there are max(x, 0), its square, and GELU
-    by erf or tanh.
+    Activations are x / (1 + e^-z): SiLU has z = x; GELU by tanh, x (1 + tanh(y)) / 2, has z = 2 y; that of
+    gpt-oss has z = 1.702 x, of limited numbers. BitNet's is the square of max(x, 0). Without a gate there
+    are max(x, 0), its square, and GELU by erf or tanh.
     """
     inside = column < WIDTH
     gate = tl.load(x + column, mask=inside, other=0.0)
@@ -163,6 +164,8 @@ def gated(x: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr, ACTIVATION: tl.c
         limited = tl.where(limited > LIMIT, LIMIT, tl.where(limited < -LIMIT, -LIMIT, limited))
         up = (limited + 1.0).to(gate.dtype)
     activated = (wide / (1.0 + tl.exp(-z))).to(gate.dtype)  # rounded where the reference rounds
+    if ACTIVATION == WITH_RELU2_GATED:
+        activated = tl.where(wide < 0.0, 0.0, wide * wide).to(gate.dtype)
     return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 

@@ -17,11 +17,13 @@ TINY = {
     "delta": ScanShape("delta", heads=2, key_heads=1, key_dim=12, value_dim=20, beta=2.0),
     "kda": ScanShape("kda", heads=1, key_heads=1, key_dim=12, value_dim=12),
     "ssm": ScanShape("ssm", heads=2, key_heads=1, key_dim=8, value_dim=12, limits=(0.01, 1.5)),
+    "s6": ScanShape("s6", heads=2, key_heads=1, key_dim=8, value_dim=12),
 }
 SHAPES = {
     "delta": ScanShape("delta", heads=32, key_heads=16, key_dim=128, value_dim=128),  # Qwen3-Next
     "kda": ScanShape("kda", heads=32, key_heads=32, key_dim=128, value_dim=128),  # Kimi-Linear
     "ssm": ScanShape("ssm", heads=48, key_heads=1, key_dim=128, value_dim=64),  # Granite 4 tiny
+    "s6": ScanShape("s6", heads=80, key_heads=1, key_dim=16, value_dim=64),  # Jamba Reasoning 3B
 }
 FALCON = ScanShape("ssm", heads=24, key_heads=1, key_dim=256, value_dim=64)
 CHANNELS = 8192

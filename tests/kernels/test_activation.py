@@ -8,7 +8,7 @@ from llmbox.kernels.activation import XIELU, Activation
 from llmbox.kernels.ops import Ops
 from support.numbers import DTYPES, assert_near
 
-ACTIVATIONS: list[Activation] = ["silu", "gelu_tanh", "swiglu_oai"]
+ACTIVATIONS: list[Activation] = ["silu", "gelu_tanh", "swiglu_oai", "relu2_gated"]
 
 
 def exact(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -21,6 +21,8 @@ def exact(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 def activated(gate: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return gate / (1 + (-gate).exp())
+    if activation == "relu2_gated":
+        return gate.relu() ** 2
     return torch.nn.functional.gelu(gate, approximate="tanh")
 
 
@@ -85,7 +87,7 @@ def test_xielu(ops: Ops, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     assert ops.gate_mul(x, numbers)[0, 0].isnan()
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS[:3])  # a square of 1e30 is beyond float32
 def test_far_from_zero(ops: Ops, activation: Activation) -> None:
     gate = torch.tensor([-1e30, -90.0, -12.0, -1e-20, 0.0, 1e-20, 12.0, 90.0, 1e30]).unsqueeze(0)
     got = ops.gate_mul(torch.cat((gate, torch.ones_like(gate)), 1), activation)

@@ -11,7 +11,7 @@ from support.recurrent_layers import Layer, fresh_state, layout_of
 
 CPU = torch.device("cpu")
 NATIVE = [name for name in backends() if name.startswith("cpu")]
-KINDS = pytest.mark.parametrize("kind", ["conv", "conv gated", "delta", "ssm", "kda"])
+KINDS = pytest.mark.parametrize("kind", ["conv", "conv gated", "delta", "ssm", "kda", "kda bounded", "s6"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 

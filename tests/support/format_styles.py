@@ -10,6 +10,7 @@ from torch import Tensor
 from support.published_formats import (
     Stored,
     awq,
+    bitnet,
     bnb4,
     bnb8,
     compressed,
@@ -95,7 +96,7 @@ def mixed(*groups: tuple[list[str], dict[str, Any], str]) -> dict[str, Any]:
 
 FOUR, EIGHT = scheme_of(4, 128), scheme_of(8)
 FP8_ROWS = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
-FLOAT32_SCALES = {"bnb-int8", "torchao-int8", "mixed-4-8"}
+FLOAT32_SCALES = {"bnb-int8", "torchao-int8", "mixed-4-8", "bitnet-divides"}
 """Styles whose scales the kernels round to float16."""
 STYLES = {
     "awq-g128": Style(AWQ | {"group_size": 128}, awq),
@@ -149,6 +150,11 @@ STYLES = {
         "Int4WeightOnlyConfig", torchao_tiles, group_size=32, int4_packing_format=TILES
     ),
     "eetq": Style({"quant_method": "eetq", "weights": "int8", "modules_to_not_convert": ["lm_head"]}, eetq),
+    "bitnet": Style(
+        {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"},
+        partial(bitnet, divides=False),
+    ),
+    "bitnet-divides": Style({"quant_method": "bitnet"}, partial(bitnet, divides=True)),
     "hqq-4": hqq_style(),
     "hqq-8": hqq_style(bits=8),
     "hqq-3": hqq_style(bits=3),

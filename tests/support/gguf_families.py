@@ -60,6 +60,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm4-flash": ("glm4_moe_lite", "DEEPSEEK2", {"attention_bias": False}),
     "youtu": ("youtu", "DEEPSEEK2", {}),
     "dots1": ("dots1", "DOTS1", {"sliding_window": None, "max_window_layers": 2}),
+    "bailingmoe2": ("glm4_moe", "BAILINGMOE2", {"attention_bias": False, "num_nextn_predict_layers": 0}),
     "minimax-m2": ("minimax_m2", "MINIMAXM2", {}),
     "mistral3": ("ministral3", "MISTRAL3", {}),
     "mistral4": ("mistral4", "MISTRAL4", {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.1}}),
@@ -79,7 +80,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "NEMOTRON_H_MOE",
         {"layers_block_type": SPARSE_NEMOTRON, "moe_latent_size": 40},
     ),
+    "falcon-mamba": ("falcon_mamba", "MAMBA", {"mixer_rms_eps": 1e-6}),
+    "jamba": ("jamba", "JAMBA", {}),
+    "mamba": ("mamba", "MAMBA", {"use_bias": False}),
     "mamba2": ("mamba2", "MAMBA2", {"use_bias": False}),
+    "olmo": ("olmo", "OLMO", {"attention_bias": False}),
     "olmo2": ("olmo2", "OLMO2", {}),
     "olmo3": ("olmo3", "OLMO2", {}),
     "olmoe": ("olmoe", "OLMOE", {}),
@@ -210,6 +215,9 @@ def converted(arrays: Arrays, arch: str, config: dict[str, Any]) -> Arrays:
     if arch.startswith("GRANITE"):
         arrays = of_granite(arrays, config)
     rules: dict[str, Callable[[Arrays, dict[str, Any]], Arrays]] = {
+        "BAILINGMOE2": of_bailing,
+        "MAMBA": of_mamba1,
+        "JAMBA": of_mamba1,
         "GPT_OSS": of_gpt_oss,
         "DEEPSEEK2": of_mistral_large3 if config["model_type"] == "mistral4" else of_deepseek,
         "MISTRAL4": of_mistral4,
@@ -224,7 +232,7 @@ def converted(arrays: Arrays, arch: str, config: dict[str, Any]) -> Arrays:
         "STABLELM": of_stablelm,
     }
     arrays = rules.get(arch, lambda found, _: found)(arrays, config)
-    if arch in {"MISTRAL3", "GRANITE_MOE", "GRANITE_HYBRID"}:
+    if arch in {"MISTRAL3", "GRANITE_MOE", "GRANITE_HYBRID", "OLMO"}:
         for name, array in arrays.items():
             for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
                 if part in name:
@@ -311,6 +319,19 @@ def split_gate_ups(arrays: Arrays) -> Arrays:
         else:
             found[f"{name}.weight" if name.endswith("experts.down_proj") else name] = array
     return found
+
+
+def of_bailing(arrays: Arrays, config: dict[str, Any]) -> Arrays:
+    for layer in range(config["num_hidden_layers"]):
+        module = f"model.layers.{layer}.self_attn"
+        each = [arrays.pop(f"{module}.{part}_proj.weight") for part in "qkv"]
+        arrays[f"model.layers.{layer}.attention.query_key_value.weight"] = np.concatenate(each)
+    return arrays
+
+
+def of_mamba1(arrays: Arrays, _config: dict[str, Any]) -> Arrays:
+    found = {name: -np.exp(a) if name.endswith(".A_log") else a for name, a in arrays.items()}
+    return {name: a.squeeze() if name.endswith("conv1d.weight") else a for name, a in found.items()}
 
 
 def of_mamba2(arrays: Arrays, arch: str, config: dict[str, Any]) -> Arrays:
@@ -495,23 +516,22 @@ def of_gemma3n(arrays: Arrays, _config: dict[str, Any]) -> Arrays:
 
 
 GPT = {"GPT2", "GPTNEOX", "FALCON", "PHI2", "STARCODER2"}
-LAYER_NORMS = GPT | {"COMMAND_R", "COHERE2"}
+LAYER_NORMS = GPT | {"COMMAND_R", "COHERE2", "OLMO"}
 
 
 def add_settings(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> None:
     writer.add_context_length(config.get("max_position_embeddings") or config["model_max_length"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(layers_of(config))
-    eps = next(
-        config[key]
-        for key in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
-        if key in config
-    )
+    keys = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
+    eps = next((config[key] for key in keys if key in config), 1e-5)
     (writer.add_layer_norm_eps if arch in LAYER_NORMS else writer.add_layer_norm_rms_eps)(eps)
-    if arch == "MAMBA2":
+    if arch in {"MAMBA", "MAMBA2"}:
         writer.add_feed_forward_length(0)
         writer.add_head_count(0)
         add_mamba(writer, config)
+        if config["model_type"] == "falcon_mamba":
+            writer.add_ssm_dt_b_c_rms(True)
         return
     heads, head_dim = config["num_attention_heads"], config.get("head_dim") or 16
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -551,6 +571,11 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> 
     elif arch == "LLAMA4":
         writer.add_feed_forward_length(config["intermediate_size_mlp"])
         writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+    elif arch == "JAMBA":
+        add_mamba(writer, config)
+        period, offset = config["attn_layer_period"], config["attn_layer_offset"]
+        is_full = [layer % period == offset for layer in range(layers_of(config))]
+        writer.add_head_count_kv([config["num_key_value_heads"] * full for full in is_full])
     elif arch in {"GRANITE_HYBRID", "NEMOTRON_H", "NEMOTRON_H_MOE"}:
         add_mamba(writer, config)
         kinds = config.get("layers_block_type") or config["layer_types"]
@@ -630,7 +655,9 @@ def add_experts(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> N
     if arch == "NEMOTRON_H_MOE":
         writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
         writer.add_moe_latent_size(config["moe_latent_size"])
-    if arch in {"GLM4_MOE", "DOTS1", "MINIMAXM2", "LFM2MOE", "KIMI_LINEAR"} or config["model_type"] in {
+    if arch in {"BAILINGMOE2", "GLM4_MOE", "DOTS1", "MINIMAXM2", "LFM2MOE", "KIMI_LINEAR"} or config[
+        "model_type"
+    ] in {
         "deepseek_v3",
         "glm4_moe_lite",
     }:
@@ -641,6 +668,13 @@ def add_mamba(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     def of(*keys: str) -> int:
         return next(int(config[key]) for key in keys if config.get(key))
 
+    if config["model_type"] in {"falcon_mamba", "jamba", "mamba"}:
+        writer.add_ssm_conv_kernel(of("conv_kernel", "mamba_d_conv"))
+        usual = 2 * config["hidden_size"]
+        writer.add_ssm_inner_size(usual if "mamba_dt_rank" in config else config["intermediate_size"])
+        writer.add_ssm_state_size(of("state_size", "mamba_d_state"))
+        writer.add_ssm_time_step_rank(of("time_step_rank", "mamba_dt_rank"))
+        return
     heads = of("mamba_num_heads", "mamba_n_heads", "num_heads")
     width = config.get("mamba_head_dim") or config.get("mamba_d_head") or config["head_dim"]
     values = 2 * config["hidden_size"] if width == "auto" else heads * width

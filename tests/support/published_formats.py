@@ -229,6 +229,18 @@ def eetq(weight: Tensor) -> Stored:
     return {".weight": stored, ".weight_scales": scales}, numbers.float() * scales.float()[:, None]
 
 
+def bitnet(weight: Tensor, *, divides: bool) -> Stored:
+    """As `transformers.integrations.bitnet.pack_weights`."""
+    scale = weight.float().abs().mean().bfloat16().float()
+    numbers = (weight.float() / scale).round().clamp(-1, 1)
+    packed = torch.zeros(len(weight) // 4, weight.shape[1], dtype=torch.uint8)
+    for place, quarter in enumerate((numbers + 1).to(torch.uint8).chunk(4)):
+        packed |= quarter << 2 * place
+    stored = (1 / scale).bfloat16() if divides else scale.bfloat16()
+    wide = numbers * (1 / stored.float() if divides else stored.float())
+    return {".weight": packed, ".weight_scale": stored.reshape(1)}, wide
+
+
 def hqq(weight: Tensor, bits: int = 4, group: int = 64, axis: int = 1) -> Stored:
     """As `hqq.core` packs: a byte, or a word, holds numbers of rows far apart, the first one highest."""
     x = weight.float().reshape((-1, group) if axis else (group, -1))

@@ -72,7 +72,7 @@ def hf_model(directory: Path) -> Any:
 @torch.inference_mode()
 def hf_tokens(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """Greedy, with transformers' own cache."""
-    if model.config.model_type == "mamba2":
+    if model.config.model_type in {"falcon_mamba", "mamba", "mamba2"}:
         return hf_tokens_without_cache(model, prompt, max_tokens)
     ids, cache, result = torch.tensor([list(prompt)]), None, []
     for _ in range(max_tokens):
@@ -87,7 +87,7 @@ def hf_tokens(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
 
 
 def hf_tokens_without_cache(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """Greedy, the whole text for each token: Mamba-2's cache is another."""
+    """Greedy, the whole text for each token: the cache of Mamba models is another."""
     ids = list(prompt)
     for _ in range(max_tokens):
         ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))

@@ -15,7 +15,9 @@ SLOTS = 7
 SHAPES = {
     "delta": ScanShape("delta", heads=4, key_heads=2, key_dim=24, value_dim=40, beta=2.0),
     "kda": ScanShape("kda", heads=4, key_heads=4, key_dim=24, value_dim=24),
+    "kda bounded": ScanShape("kda", heads=4, key_heads=4, key_dim=24, value_dim=24, limits=(-5.0, 1.0)),
     "ssm": ScanShape("ssm", heads=4, key_heads=2, key_dim=16, value_dim=72, limits=(0.01, 1.5)),
+    "s6": ScanShape("s6", heads=3, key_heads=1, key_dim=16, value_dim=40),
 }
 
 
@@ -66,11 +68,15 @@ class Layer:
         self.weight = self.randn(4, self.channels)
         self.bias = self.randn(self.channels)
         self.shape = shape = (self.shapes or SHAPES).get(self.kind, SHAPES["delta"])
-        heads, decays = shape.heads, shape.heads * shape.key_dim
-        self.gates = {"ssm": heads, "kda": heads + decays}.get(self.kind, 2 * heads)
-        skip = self.randn(heads) if self.kind == "ssm" else None
-        bias = self.randn(decays if self.kind == "kda" else heads)
-        self.weights = ScanWeights(-self.randn(heads).exp(), bias, skip)
+        heads, decays, values = shape.heads, shape.heads * shape.key_dim, shape.heads * shape.value_dim
+        kind = self.shape.rule
+        gates = {"ssm": heads, "kda": heads + decays, "s6": values + 2 * shape.key_dim}
+        self.gates = gates.get(kind, 2 * heads)
+        skips = {"ssm": heads, "s6": values}
+        skip = self.randn(skips[kind]) if kind in skips else None
+        bias = self.randn({"kda": decays, "s6": values}.get(kind, heads))
+        rates = (heads, shape.key_dim, shape.value_dim) if kind == "s6" else (heads,)
+        self.weights = ScanWeights(-self.randn(*rates).exp(), bias, skip)
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device)

@@ -290,7 +290,7 @@ def _print_info(model: Mapping[str, Any]) -> None:
         "KV cache": (
             f"{formatting.size(info['kv_bytes'])}, {formatting.size(info['kv_bytes_per_token'])} a token"
             if info["kv_bytes"]
-            else "none: each text is computed at once"
+            else formatting.no_kv_cache(has_state=info["generates"])
         ),
         "workspace": formatting.size(info["workspace_bytes"]),
         "restarts": f"{model['restarts']}, requests resumed {model['resumed']}",

@@ -1,4 +1,4 @@
-"""Integer formats: AWQ, GPTQ, AutoRound, compressed-tensors, EETQ and HQQ.
+"""Integer formats: AWQ, GPTQ, AutoRound, compressed-tensors, EETQ, BitNet and HQQ.
 
 A weight is scale * (q - zero), with a scale, and perhaps a zero point, for each output and group of inputs:
 
@@ -12,6 +12,8 @@ A weight is scale * (q - zero), with a scale, and perhaps a zero point, for each
                   or .weight I8 [O, I] with .weight_scale and .weight_zero_point I8 of any of these shapes
     EETQ          .weight I8 [I, O], .weight_scales [O]; the numbers are in an order of their own
                   (`decode_eetq`)
+    BitNet        .weight U8 [O/4, I], .weight_scale [1]: q from 0 to 2, of outputs a quarter of all apart,
+                  the first in the lowest two bits; zero is 1
     HQQ           .W_q U8 of 8, 4, 2 or 1 bits, or I32 of ten of 3 bits; .scale and .zero, which is no
                   integer. Weights are [O*I/g, g] (axis 1) or [g, O*I/g] (axis 0), and a byte holds numbers of
                   rows that are far apart, the first in the highest bits
@@ -19,12 +21,13 @@ A weight is scale * (q - zero), with a scale, and perhaps a zero point, for each
 No torch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from ..safetensors import TensorEntry
-from .weight_format import HALVES, StoredTensor
+from .weight_format import HALVES, StoredTensor, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +191,29 @@ class EetqFormat(Integers):
         return (StoredTensor(".weight_scales", HALVES, ((outputs,), (1, outputs))),)
 
 
+BITNET_PACKED: Final = 4
+"""Weights of a byte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BitNetFormat(Integers):
+    """Weights of -1, 0 and 1, and one scale for all of a linear."""
+
+    method: str = "BitNet"
+    dtypes = ("U8",)
+    divides: bool
+    """True if weights are divided by the scale."""
+
+    def main_shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        return -(-outputs // BITNET_PACKED), inputs
+
+    def size_of(self, rows: int, columns: int) -> tuple[int, int]:
+        return rows * BITNET_PACKED, columns
+
+    def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:  # noqa: ARG002
+        return (StoredTensor(".weight_scale", HALVES, ((1,), (1, 1), ())),)
+
+
 HQQ_PACKED: Final = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 """Numbers of so many bits that HQQ packs into a byte, or into 32 bits."""
 _HQQ_TOLD: Final = (
@@ -233,3 +259,18 @@ class HqqFormat(Integers):
             StoredTensor(".zero", HALVES, shapes),
             *(StoredTensor(f".{name}", dtypes, is_optional=True) for name in _HQQ_TOLD),
         )
+
+
+def read_bitnet(raw: Mapping[str, Any]) -> BitNetFormat:
+    """Return the format of a `quantization_config` of `bitnet`. Raises NotReadable."""
+    mode, kind = raw.get("quantization_mode", "offline"), raw.get("linear_class", "bitlinear")
+    require(mode == "offline", f"BitNet weights of quantization_mode {mode!r}, only offline is known")
+    require(kind in ("bitlinear", "autobitlinear"), f"BitNet weights of linear_class {kind!r}")
+    require(not raw.get("use_rms_norm"), "BitNet weights whose linears have norms (use_rms_norm)")
+    return BitNetFormat(bits=2, group=0, is_symmetric=True, divides=kind == "bitlinear")
+
+
+def read_eetq(raw: Mapping[str, Any]) -> EetqFormat:
+    kind = raw.get("weights", "int8")
+    require(kind == "int8", f"EETQ weights of {kind!r}, only int8 is known")
+    return EetqFormat(bits=8, group=0, is_symmetric=True)

@@ -10,6 +10,7 @@
     "quant_method": "quark"                AMD Quark, MXFP4
     "quant_method": "torchao"              integers (`torchao.py`)
     "quant_method": "eetq"                 int8
+    "quant_method": "bitnet"               weights of -1, 0 and 1
     "quant_method": "hqq"                  HQQ
     "quant_method": "gguf"                 blocks of a GGUF file (`gguf/folder.py`)
     "quant_method": "fp8", "fbgemm_fp8", "modelopt"   FP8 (`floats.py`), and modelopt's NVFP4
@@ -51,10 +52,11 @@ from .integers import (
     AwqFormat,
     CompressedBytes,
     CompressedWords,
-    EetqFormat,
     GptqFormat,
     HqqFormat,
     Integers,
+    read_bitnet,
+    read_eetq,
 )
 from .torchao import read_torchao
 from .weight_format import (
@@ -324,12 +326,6 @@ def _read_quark(raw: Config) -> WeightFormat:
     return MxFp4Format(method="quark", main_suffix=".weight", scale_suffix=".weight_scale")
 
 
-def _read_eetq(raw: Config) -> WeightFormat:
-    kind = raw.get("weights", "int8")
-    require(kind == "int8", f"EETQ weights of {kind!r}, only int8 is known")
-    return EetqFormat(bits=8, group=0, is_symmetric=True)
-
-
 def _read_hqq(raw: Config) -> WeightFormat:
     rule = raw.get("quant_config")
     weights = rule.get("weight_quant_params") if isinstance(rule, dict) else None
@@ -390,7 +386,8 @@ READERS: Final[Mapping[str, Callable[[Config], WeightFormat]]] = {
     ),
     "quark": _read_quark,
     "torchao": read_torchao,
-    "eetq": _read_eetq,
+    "eetq": read_eetq,
+    "bitnet": read_bitnet,
     "hqq": _read_hqq,
     "fp8": lambda raw: _float8(read_fp8(raw)),
     "fbgemm_fp8": lambda _raw: _float8(DYNAMIC),

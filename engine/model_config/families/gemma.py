@@ -1,4 +1,4 @@
-"""Gemma, Gemma 2 and Gemma 3: defaults, rules and entries of `architectures.py`."""
+"""Gemma, Gemma 2 and Gemma 3, and Muse Glimmer: defaults, rules and entries of `architectures.py`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -144,6 +144,31 @@ def _positive(fields: Fields, key: str) -> float:
     return number
 
 
+def muse_glimmer_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the kind of each layer: by default every fourth has full attention, counted from the last."""
+    layers = fields.integer("num_hidden_layers")
+    kinds = [_SLIDING if (layers - 1 - layer) % 4 else _FULL for layer in range(layers)]
+    return {"layer_types": fields.raw.get("layer_types") or kinds}
+
+
+def muse_glimmer_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
+    """Return one RoPE, and none for layers with a 0 in `layer_rope_theta`, by default every fourth."""
+    thetas = fields.numbers("layer_rope_theta") or [float((layers - 1 - n) % 4) for n in range(layers)]
+    if len(thetas) != layers:
+        raise fields.error(f"layer_rope_theta must have {layers} numbers, not {len(thetas)}")
+    ropes = parse_rope(fields, head_dim, positions), RopeConfig(rotary_dim=0)
+    return ropes, tuple(int(theta == 0) for theta in thetas)
+
+
+def muse_glimmer_scales(fields: Fields) -> Scales:
+    """Return the factor of normed queries, and that of logits before their softcap."""
+    return Scales(
+        attention=_positive(fields, "qk_scale_factor") * fields.integer("head_dim", 128) ** -0.5,
+        logits=_positive(fields, "output_multiplier"),
+        logits_cap=logits_cap(fields),
+    )
+
+
 _GEMMA = Architecture(
     model_type="gemma",
     defaults=GEMMA,
@@ -181,6 +206,32 @@ _VAULT_GEMMA = replace(
 )
 
 GEMMA_MODELS: dict[str, Architecture] = {
+    "MuseGlimmerForConditionalGeneration": Architecture(
+        model_type="muse_glimmer_text",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "post_norm_eps": 1e-8,
+            "sliding_window": 2048,
+            "qk_scale_factor": 3.87,
+            "output_multiplier": 26**-0.5,
+            "final_logit_softcapping": 20.0,
+        },
+        head_dim=128,
+        norms_add_one=True,
+        has_plain_last_norm=True,
+        norms_embedding=True,
+        fits_float16=False,
+        attention_bias=True,
+        attention_gate="gate_proj",
+        qk_norm="no_weight_anywhere",
+        block="sandwich",
+        is_nested=True,
+        sizes=muse_glimmer_sizes,
+        windows=windows_by_type,
+        ropes=muse_glimmer_ropes,
+        scales=muse_glimmer_scales,
+        aliases={"hidden_act": "hidden_activation"},
+    ),
     "GemmaForCausalLM": _GEMMA,
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,

@@ -1,5 +1,5 @@
-"""Families whose LayerNorms have biases: GPT-2, GPT-Neo, GPT-J, GPT-NeoX, GPTBigCode, OPT, Falcon, Phi,
-Starcoder2, Nemotron, Jais 2 and StableLM.
+"""Families whose LayerNorms have biases, GPT-2, GPT-Neo, GPT-J, GPT-NeoX, GPTBigCode, OPT, Falcon, Phi,
+Starcoder2, Nemotron, Jais 2 and StableLM, and whose norms have no weights, NanoChat and OLMo 1.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,8 @@ from ..architecture import Architecture, as_it_is, no_rows, nothing
 from ..attention import FULL, SLIDING, Windows, one_window, windows_by_type
 from ..fields import MAX_WIDTH, Fields, show
 from ..multipliers import Scales
-from ..rope import interleaved_rope, no_rope, one_rope, partial_rope
+from ..rope import interleaved_rope, no_rope, one_rope, partial_rope, reversed_rope
+from .gemma import logits_cap
 
 GELUS: Mapping[str, Activation] = {
     "gelu": "gelu",
@@ -100,6 +101,10 @@ def gpt_neo_scales(_fields: Fields) -> Scales:
 def gptj_sizes(fields: Fields) -> dict[str, Any]:
     head_dim = fields.integer("hidden_size") // fields.integer("num_attention_heads") or 1
     return {**gpt2_sizes(fields), "partial_rotary_factor": fields.integer("rotary_dim", 64) / head_dim}
+
+
+def nanochat_scales(fields: Fields) -> Scales:
+    return Scales(logits_cap=logits_cap(fields))
 
 
 def learned_positions(fields: Fields) -> int:
@@ -227,6 +232,39 @@ _NEMOTRON = Architecture(
 )
 
 GPT_FAMILIES: dict[str, Architecture] = {
+    "BitNetForCausalLM": Architecture(
+        model_type="bitnet",
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 2048},
+        hidden_acts=("relu2",),
+        activation="relu2_gated",
+        fits_float16=False,
+        attention_bias=True,
+        has_sub_norms=True,
+        own_code="modeling_bitnet.BitNetForCausalLM",
+    ),
+    "NanoChatForCausalLM": Architecture(
+        model_type="nanochat",
+        defaults={"max_position_embeddings": 2048, "final_logit_softcapping": 15.0},
+        hidden_acts=("relu2",),
+        activation="relu2",
+        fits_float16=False,
+        attention_bias=True,
+        qk_norm="no_weight",
+        norms_after_rope=True,
+        has_norm_weights=False,
+        norms_embedding=True,
+        ropes=reversed_rope,
+        scales=nanochat_scales,
+        names={"up_proj": "fc1", "down_proj": "fc2"},
+    ),
+    "OlmoForCausalLM": Architecture(
+        model_type="olmo",
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        attention_bias=True,
+        has_norm_weights=False,
+        block="layer_norm",
+        refuse=refuse_options(clip_qkv=None),
+    ),
     "FalconForCausalLM": Architecture(
         model_type="falcon",
         defaults={

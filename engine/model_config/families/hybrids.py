@@ -11,11 +11,14 @@ from ..attention import deepseek_latent, deepseek_scales, deepseek_sizes
 from ..fields import Fields
 from ..moe import deepseek_v3_experts, granite_hybrid_experts, lfm2_moe_experts, qwen3_5_moe_experts
 from ..multipliers import falcon_h1_scales, granite_scales
+from ..recurrent.config import falcon_mamba_recurrence, mamba1_recurrence, mamba1_sizes
 from ..recurrent.families import (
     bamba_recurrence,
     falcon_h1_recurrence,
     granite_recurrence,
     granite_sizes,
+    jamba_experts,
+    jamba_recurrence,
     kimi_linear_experts,
     kimi_recurrence,
     lfm2_recurrence,
@@ -23,6 +26,8 @@ from ..recurrent.families import (
     lfm3_recurrence,
     lfm3_sizes,
     lfm3_windows,
+    ling_recurrence,
+    ling_sizes,
     mamba2_recurrence,
     mamba2_sizes,
     nemotron_h_experts,
@@ -37,33 +42,31 @@ from ..recurrent.families import (
 )
 from ..rope import (
     LayerRopes,
+    deepseek_rope,
     interleaved_rope,
     no_rope,
     one_rope,
     partial_rope,
-    read_proportional_rope,
     rope_if_named,
     rope_if_theta,
+    ropes_by_type,
 )
 from .siblings import without_sections
 
+LING_NAMES: Mapping[str, str] = {
+    "max_position_embeddings": "model_max_length",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+}
+"""Keys of Kimi-Linear and Ling 3 for those of DeepSeek."""
 LFM3_ROPE: Mapping[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
 }
 """Default of transformers."""
-
-
-def ropes_by_type(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return two RoPE variants of `rope_parameters`: for full attention, and for sliding windows."""
-    names, types = ("full_attention", "sliding_attention"), fields.raw.get("layer_types")
-    by_type = fields.mapping("rope_parameters") or {}
-    if set(by_type) != set(names):
-        raise fields.error(f"rope_parameters must have an entry for {' and '.join(names)}, and no others")
-    raw = Fields(by_type, f"{fields.where}: rope_parameters")
-    found = tuple(read_proportional_rope(raw.mapping(name) or {}, raw, head_dim, positions) for name in names)
-    kinds = types if isinstance(types, list) else [names[0]] * layers
-    return found, tuple(int(kind == names[1]) for kind in kinds)
 
 
 _QWEN3_5 = Architecture(
@@ -132,6 +135,28 @@ _BAMBA = Architecture(
         "model.norm.weight": "model.final_layernorm.weight",
     },
 )
+_MAMBA = Architecture(
+    model_type="mamba",
+    defaults={
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 1 << 18,
+        "tie_word_embeddings": True,
+    },
+    block="single",
+    ropes=no_rope,
+    recurrence=mamba1_recurrence,
+    sizes=mamba1_sizes,
+    aliases={
+        "rms_norm_eps": "layer_norm_epsilon",
+        "mamba_expand": "expand",
+        "mamba_dt_rank": "time_step_rank",
+        "mamba_proj_bias": "use_bias",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_d_state": "state_size",
+    },
+    names={"input_layernorm": "norm", "mamba": "mixer"},
+)
 
 HYBRIDS: dict[str, Architecture] = {
     "Qwen3_5ForCausalLM": _QWEN3_5,
@@ -192,6 +217,20 @@ HYBRIDS: dict[str, Architecture] = {
         refuse=refuse_other_lfm3,
     ),
     "BambaForCausalLM": _BAMBA,
+    "JambaForCausalLM": replace(
+        _BAMBA,
+        model_type="jamba",
+        defaults={"num_experts": 16, "num_experts_per_tok": 2, "max_position_embeddings": 262144},
+        ropes=no_rope,
+        recurrence=jamba_recurrence,
+        experts=jamba_experts,
+    ),
+    "MambaForCausalLM": _MAMBA,
+    "FalconMambaForCausalLM": replace(
+        _MAMBA,
+        model_type="falcon_mamba",
+        recurrence=falcon_mamba_recurrence,
+    ),
     "FalconH1ForCausalLM": replace(
         _BAMBA,
         model_type="falcon_h1",
@@ -276,16 +315,22 @@ HYBRIDS: dict[str, Architecture] = {
         scales=deepseek_scales,
         recurrence=kimi_recurrence,
         experts=kimi_linear_experts,
-        aliases={
-            "max_position_embeddings": "model_max_length",
-            "n_routed_experts": "num_experts",
-            "num_experts_per_tok": "num_experts_per_token",
-            "n_shared_experts": "num_shared_experts",
-            "norm_topk_prob": "moe_renormalize",
-            "n_group": "num_expert_group",
-        },
+        aliases=LING_NAMES,
         own_code="modeling_kimi.KimiLinearForCausalLM",
         refuse=refuse_other_kimi,
+    ),
+    "BailingHybridForCausalLM": Architecture(
+        model_type="bailing_hybrid",
+        defaults={"rope_theta": 6e6, "n_group": 8, "topk_group": 4, "num_nextn_predict_layers": 1},
+        attention_bias=True,
+        head_gate_flag="use_attention_gate",
+        ropes=deepseek_rope,
+        latent=deepseek_latent,
+        sizes=ling_sizes,
+        scales=deepseek_scales,
+        recurrence=ling_recurrence,
+        experts=deepseek_v3_experts,
+        aliases=LING_NAMES,
     ),
 }
 """Hybrids by the class name in `architectures` of config.json."""

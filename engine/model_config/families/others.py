@@ -220,6 +220,12 @@ def minicpm3_scales(fields: Fields) -> Scales:
     return replace(deepseek_scales(fields), embedding=embedding, residual=residual, logits=base / hidden)
 
 
+def refuse_other_ling(fields: Fields) -> None:
+    for key in ("moe_router_enable_expert_bias", "norm_topk_prob"):
+        if not fields.flag(key, default=True):
+            raise fields.error(f"{key} false is not supported of a Ling")
+
+
 def refuse_other_afmoe(fields: Fields) -> None:
     usual = {"attention_bias": False, "score_func": "sigmoid", "route_norm": True}
     for key, value in usual.items():
@@ -324,6 +330,36 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         },
         own_code="modeling_afmoe.AfmoeForCausalLM",
         refuse=refuse_other_afmoe,
+    ),
+    "BailingMoeV2ForCausalLM": Architecture(
+        model_type="bailing_moe",
+        defaults={
+            "rope_theta": 600000.0,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": True,
+            "n_group": 8,
+            "topk_group": 4,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 512,
+            "first_k_dense_replace": 1,
+        },
+        attention_bias=True,
+        qk_norm="heads",
+        qk_norm_flag="use_qk_norm",
+        has_stacked_projections=True,
+        ropes=partial_rope,
+        experts=deepseek_v3_experts,
+        aliases={
+            "attention_bias": "use_qkv_bias",
+            "attention_out_bias": "use_bias",
+            "n_routed_experts": "num_experts",
+            "n_shared_experts": "num_shared_experts",
+            "scoring_func": "score_function",
+        },
+        own_code="modeling_bailing_moe_v2.BailingMoeV2ForCausalLM",
+        refuse=refuse_other_ling,
     ),
     "MiniCPM3ForCausalLM": Architecture(
         model_type="minicpm3",

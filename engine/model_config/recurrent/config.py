@@ -1,8 +1,8 @@
-"""Recurrent layers of hybrid models, in place of attention: short convolutions, gated delta nets, Mamba-2."""
+"""Recurrent layers of hybrid models, in place of attention: short convolutions, gated delta nets, Mamba."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from llmbox.kernels.support import MAX_CONV_WIDTH
@@ -11,8 +11,9 @@ from ..fields import Fields, show
 from ..shape import RecurrentShape
 
 FULL = "full_attention"
-RecurrentKind = Literal["short_conv", "gated_delta", "kimi_delta", "mamba2"]
+RecurrentKind = Literal["short_conv", "gated_delta", "kimi_delta", "mamba1", "mamba2"]
 GatedNorm = Literal["gate_first", "norm_first"]
+StepNorm = Literal["weights", "no_weights"]
 STATE_BYTES = 4
 """Bytes of a number of recurrent state, which is float32 whatever the model's dtype."""
 
@@ -43,7 +44,10 @@ class RecurrentConfig:
     is_interleaved: bool = False
     """True if checkpoints hold the input linears as two tensors, key head by key head."""
     limits: tuple[float, float] = (0.0, math.inf)
-    """Limits of a time step of Mamba-2."""
+    """Limits of a time step of Mamba-2. Of Kimi delta attention a first one below 0 is the least logarithm of
+    a decay."""
+    has_full_gates: bool = False
+    """True if decays and gates of Kimi delta attention are one linear each, and not one behind another."""
     norm: GatedNorm | None = "gate_first"
     """Norm of a Mamba-2 layer's result, after it was multiplied by its gate or before; None: no norm."""
     beta: float = 1.0
@@ -51,12 +55,20 @@ class RecurrentConfig:
     has_tiled_outputs: bool = False
     """True if the last linear of a gated delta net reads the first value heads of all key heads first."""
     norm_eps: float | None = None
-    """Epsilon of the norm inside a gated delta net; None: that of other norms."""
+    """Epsilon of the norms inside a layer; None: that of other norms."""
+    step_rank: int = 0
+    """Width of the rows between the two linears that make the time steps of Mamba 1."""
+    step_norm: StepNorm | None = None
+    """Norms of these rows, keys and queries, with weights or without; None: there are none."""
 
     @property
     def values(self) -> int:
         """Numbers of the values of a row."""
         return self.heads * self.value_dim
+
+    @property
+    def has_step_weights(self) -> bool:
+        return self.step_norm == "weights"
 
     def parameters(self, hidden: int) -> int:
         """Return the parameters of a layer, which has them in place of those of attention."""
@@ -66,8 +78,15 @@ class RecurrentConfig:
             biases = rows * self.bias + hidden * self.out_bias
             norm = self.values * (self.norm is not None)
             return hidden * (rows + self.values) + biases + conv + 3 * self.heads + norm
+        if self.kind == "mamba1":
+            narrow = self.step_rank + 2 * self.key_dim
+            linears = self.values * (3 * hidden + narrow + self.step_rank + 1)
+            biases = 2 * self.values * self.bias + hidden * self.out_bias
+            return linears + biases + conv + self.values * (self.key_dim + 1) + narrow * self.has_step_weights
         if self.kind == "kimi_delta":
             gates = 2 * self.key_dim * (hidden + self.values)
+            if self.has_full_gates:
+                gates = 2 * self.values * hidden
             linears = hidden * (4 * self.values + self.heads)
             return linears + gates + conv + self.values + self.heads + self.value_dim
         if self.kind == "gated_delta":
@@ -83,6 +102,8 @@ class RecurrentConfig:
             shared = (("channels of its convolutions", self.channels),)
         if self.kind == "mamba2":
             shared = (("groups of heads of its Mamba layers", self.key_heads),)
+        if self.kind == "mamba1":
+            shared = (("groups of channels of its Mamba layers", self.heads),)
         if self.has_tiled_outputs:
             shared = (("value heads in the order of its GGUF file", 1),)
         return RecurrentShape(
@@ -164,6 +185,78 @@ def mamba2_layers(
         limits=time_step_limits(fields),
     )
     return found if any(found.layers) else None
+
+
+def mamba1_layers(
+    fields: Fields,
+    recurrent: tuple[bool, ...],
+    attention: tuple[bool, ...],
+    step_norm: StepNorm | None,
+    values: int | None = None,
+) -> RecurrentConfig | None:
+    """Return Mamba 1 layers of `values` channels; None: `mamba_expand` times the hidden size. Each channel is
+    a value of a memory that has no heads: groups of channels are called so, for kernels and ranks to share.
+    """
+    hidden = fields.integer("hidden_size")
+    values = values or int(fields.number("mamba_expand", 2) * hidden)
+    width = math.gcd(values, CHANNELS_OF_GROUP)
+    if width % 2:
+        raise fields.error(f"{values} channels of Mamba layers (mamba_expand * hidden_size) must be even")
+    rank, key_dim = fields.raw.get("mamba_dt_rank") or "auto", fields.integer("mamba_d_state", 16)
+    step_rank = math.ceil(hidden / 16) if rank == "auto" else fields.integer("mamba_dt_rank")
+    if max(step_rank, 2 * key_dim) >= hidden:
+        raise fields.error(
+            f"mamba_dt_rank {step_rank} and twice mamba_d_state {key_dim} must be less than hidden_size "
+            f"{hidden}"
+        )
+    bias = fields.flag("mamba_proj_bias", default=False)
+    found = RecurrentConfig(
+        kind="mamba1",
+        layers=recurrent,
+        attention=attention,
+        channels=values,
+        conv_width=conv_width(fields, "mamba_d_conv", 4),
+        bias=bias,
+        out_bias=bias,
+        conv_bias=fields.flag("mamba_conv_bias", default=True),
+        heads=values // width,
+        key_heads=1,
+        key_dim=key_dim,
+        value_dim=width,
+        norm=None,
+        step_rank=step_rank,
+        step_norm=step_norm,
+    )
+    return found if any(found.layers) else None
+
+
+def mamba1_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    """Return the layers of a Mamba 1 without attention, which are all alike."""
+    usual = int(fields.number("mamba_expand", 2) * fields.integer("hidden_size"))
+    values = fields.integer("intermediate_size", usual or None)
+    return mamba1_layers(fields, (True,) * layers, (False,) * layers, None, values)
+
+
+def falcon_mamba_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    found = mamba1_recurrence(fields, layers)
+    eps = fields.number("mixer_rms_eps", 1e-6)
+    return found and replace(found, step_norm="no_weights", norm_eps=eps)
+
+
+def mamba1_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the sizes of attention and MLP, which are not there, as those of groups of channels."""
+    found = mamba1_recurrence(fields, 1)
+    assert found is not None
+    return {
+        "num_attention_heads": found.heads,
+        "num_key_value_heads": found.heads,
+        "head_dim": found.value_dim,
+        "intermediate_size": found.values,
+    }
+
+
+CHANNELS_OF_GROUP = 64
+"""Channels of Mamba 1 that are computed together: a cache line of a CPU holds 16, a tile of a kernel 64."""
 
 
 def time_step_limits(fields: Fields) -> tuple[float, float]:

@@ -1,11 +1,19 @@
 """Rules by which the config.json of each hybrid family names its recurrent layers, and sizes beside them."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
-from ..attention import SLIDING, Windows, window_of
-from ..fields import Fields
-from ..moe import ExpertsConfig, deepseek_experts, deepseek_v3_experts, refuse_small_groups
+from ..attention import SLIDING, Windows, deepseek_sizes, window_of
+from ..fields import Fields, show
+from ..moe import (
+    ExpertsConfig,
+    deepseek_experts,
+    deepseek_v3_experts,
+    layers_after_dense,
+    refuse_small_groups,
+    selected_of,
+)
 from .config import (
     FULL,
     NO_ATTENTION,
@@ -13,6 +21,7 @@ from .config import (
     RecurrentConfig,
     conv_width,
     gated_delta_nets,
+    mamba1_layers,
     mamba2_layers,
     others,
     recurrent_layers,
@@ -126,6 +135,28 @@ def kimi_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
     return found if any(found.layers) else None
 
 
+def ling_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the sizes of latent attention, and the heads of Kimi delta attention, which are as many."""
+    return {
+        **deepseek_sizes(fields),
+        "linear_head_dim": fields.integer("linear_head_dim", fields.integer("head_dim", 128)),
+        "linear_num_heads": fields.integer("linear_num_heads", fields.integer("num_attention_heads")),
+    }
+
+
+def ling_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    """Return the layers of Ling 3: all but the last of each `layer_group_size`, with bounded decays."""
+    size, raw = fields.integer("layer_group_size", 6), dict(fields.raw)
+    if raw.get("layer_types") is None:
+        raw["layer_types"] = ["linear_attention" if (n + 1) % size else FULL for n in range(layers)]
+    raw["linear_conv_kernel_dim"] = fields.integer("short_conv_kernel_size", 4)
+    found = kimi_recurrence(Fields(raw, fields.where), layers)
+    least = fields.number("kda_lower_bound", -5.0) if fields.flag("kda_safe_gate", default=True) else 0.0
+    if not -80.0 <= least <= 0.0:
+        raise fields.error(f"kda_lower_bound {least} must be from -80 to 0")
+    return found and replace(found, has_full_gates=True, limits=(least, math.inf))
+
+
 def kimi_layers(inner: Fields, layers: int) -> list[str]:
     """Return the kind of each layer by `kda_layers` and `full_attn_layers`, which count from 1."""
     kinds = {"kda_layers": "linear_attention", "full_attn_layers": FULL}
@@ -220,6 +251,48 @@ def mamba2_sizes(fields: Fields) -> dict[str, Any]:
         "head_dim": head_dim,
         "intermediate_size": heads * head_dim,
     }
+
+
+def jamba_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    """Return the Mamba 1 layers of `layer_types`, or of all layers but one in each `attn_layer_period`."""
+    types = fields.raw.get("layer_types")
+    if types is None:
+        full = in_each_period(fields, layers, "attn_layer", (8, 4))
+        types = [FULL if is_full else "linear_attention" for is_full in full]
+    recurrent = recurrent_layers(fields, types, layers, "linear_attention")
+    return mamba1_layers(fields, recurrent, others(recurrent), "weights")
+
+
+def in_each_period(fields: Fields, layers: int, key: str, usual: tuple[int, int]) -> tuple[bool, ...]:
+    """Return True for one layer of each `key`_period, that at `key`_offset. `usual`: their defaults."""
+    period = fields.integer(f"{key}_period", usual[0])
+    offset = fields.raw.get(f"{key}_offset", usual[1])
+    if type(offset) is not int or not 0 <= offset < period:
+        raise fields.error(f"{key}_offset {show(offset)} must be from 0 to {key}_period - 1 = {period - 1}")
+    return tuple(layer % period == offset for layer in range(layers))
+
+
+def jamba_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read experts of a softmax over all of them, in the layers of `mlp_layer_types`, or in one of each
+    `expert_layer_period`; None for a Jamba with one expert, which is an MLP.
+    """
+    if fields.raw.get("num_experts") in (0, 1):
+        return None
+    count, per_token = selected_of(fields, "num_experts")
+    if fields.raw.get("mlp_layer_types") is not None:
+        sparse = layers_after_dense(fields, layers)
+    else:
+        sparse = in_each_period(fields, layers, "expert_layer", (2, 1))
+    if not any(sparse):
+        return None
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=fields.integer("intermediate_size"),
+        normalized=False,
+        layers=sparse,
+        router="router",
+    )
 
 
 def granite_sizes(fields: Fields) -> dict[str, Any]:

@@ -215,13 +215,15 @@ private:
 };
 
 // As Python names them (kernels/cpu/weight_packing.py).
-enum Activation : int { SILU = 0, GELU_TANH = 1, SWIGLU_OAI = 2, RELU2 = 3, GELU = 4, GELU_NEW = 5, RELU = 6 };
+enum Activation : int { SILU = 0, GELU_TANH = 1, SWIGLU_OAI = 2, RELU2 = 3, GELU = 4, GELU_NEW = 5, RELU = 6,
+                        RELU2_GATED = 7 };
 
-constexpr bool is_gated(Activation a) { return a < RELU2; }
+constexpr bool is_gated(Activation a) { return a < RELU2 || a == RELU2_GATED; }
 
 // Both are x / (1 + e^-z): z = x is SiLU; GELU with its tanh, (1 + tanh(y)) / 2, has z = 2 y. From e^-|z|, so that
-// nothing overflows. That of gpt-oss has z = 1.702 x.
+// nothing overflows. That of gpt-oss has z = 1.702 x. BitNet's is max(x, 0)^2.
 template <Activation A> INLINE Floats activated(Floats x) {
+    if constexpr (A == RELU2_GATED) return select(x < splat(0.f), splat(0.f), x * x);
     Floats z = x;
     if constexpr (A == GELU_TANH) z = multiply_add(x * x * x, splat(7.13548163e-2f), x * splat(1.59576912f));
     if constexpr (A == SWIGLU_OAI) z = x * splat(1.702f);

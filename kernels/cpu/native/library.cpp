@@ -156,6 +156,7 @@ Op* llmbox_gate_mul_op(int dtype, int activation, void* x, int64_t x_stride, int
     return with_type(dtype, [&]<class E>(E) -> Op* {
         using T = typename E::Element;
         if (activation == RELU2) return new GateMulOp<RELU2, T>(static_cast<T*>(x), x_stride, width);
+        if (activation == RELU2_GATED) return new GateMulOp<RELU2_GATED, T>(static_cast<T*>(x), x_stride, width);
         if (activation == RELU) return new GateMulOp<RELU, T>(static_cast<T*>(x), x_stride, width);
         if (activation == GELU) return new GateMulOp<GELU, T>(static_cast<T*>(x), x_stride, width);
         if (activation == GELU_NEW) return new GateMulOp<GELU_NEW, T>(static_cast<T*>(x), x_stride, width);

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...activation import CODES, UNGATED, Activation
-from ..elementwise import ALPHA, LIMIT, WITH_GELU_TANH, WITH_RELU2, WITH_SWIGLU_OAI
+from ..elementwise import ALPHA, LIMIT, WITH_GELU_TANH, WITH_RELU2, WITH_RELU2_GATED, WITH_SWIGLU_OAI
 from ..linear.tile_config import power_of_two as whole_tile
 from .arithmetic import (
     SUM_LANES,
@@ -157,6 +157,8 @@ def portable_gate_kernel(
             z = gate * ALPHA
         e = exp_negative(-tl.abs(z))
         result = quotient(gate * tl.where(z < 0.0, e, 1.0), 1.0 + e) * up
+        if ACTIVATION == WITH_RELU2_GATED:
+            result = tl.where(gate < 0.0, 0.0, gate * gate) * up
     tl.store(out + row * WIDTH + i, rounded(result, out.dtype.element_ty), mask=inside)
 
 

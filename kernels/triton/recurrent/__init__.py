@@ -19,9 +19,11 @@ def recurrent_ops(*, fixed: bool) -> RecurrentOps:
 
 def _scan(rows: Tensor, gates: Tensor, weights: ScanWeights, shape: ScanShape, *place: *StatePlace) -> Tensor:
     """Scan prompts chunk by chunk where states are saved at the ends of chunks, else row by row. In float32
-    too: tensor cores do not multiply it in full.
+    too: tensor cores do not multiply it in full. And Mamba 1, whose decays are no factors of keys.
     """
     layout = place[2]
     by_chunks = len(rows) > len(layout.query_lens) and layout.block_size % CHUNK == 0
-    is_wide = rows.dtype == torch.float32
-    return (chunked_scan if by_chunks and not is_wide else scan)(rows, gates, weights, shape, *place)
+    is_wide, is_s6 = rows.dtype == torch.float32, shape.rule == "s6"
+    return (chunked_scan if by_chunks and not is_wide and not is_s6 else scan)(
+        rows, gates, weights, shape, *place
+    )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...recurrent import ScanShape, ScanWeights
 from ..linear.tile_config import power_of_two
-from .scan import KDA, RULES, SSM, softplus
+from .scan import KDA, RULES, SSM, kda_decay, softplus
 from .short_conv import PLACES, SAVES, StatePlace
 
 CHUNK = 16
@@ -53,6 +53,7 @@ def chunked_scan(
     prepare_chunks_kernel[(chunks, heads)](
         *parts, rows, gates, weights.rate_H, weights.bias_H, starts, contexts, rows.stride(0),
         gates.stride(0), *shape.limits, shape.beta, sequences, G=shape.key_heads, B_PAD=value_pad,
+        BOUNDED=shape.limits[0] < 0,
         PRECISION="ieee" if rows.dtype == torch.float32 else "tf32", **sizes, num_warps=4,
     )  # fmt: skip
     out = rows.new_empty(count, heads * shape.value_dim)
@@ -87,6 +88,7 @@ def chunk_keys(
     A: tl.constexpr,
     A_PAD: tl.constexpr,
     RULE: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return queries and keys [C, A], the sums of log-decays up to each row, [C, 1] or for KDA [C, A], those
     of all rows, and factors [C]. Rows that are not `inside` have 0.
@@ -117,7 +119,7 @@ def chunk_keys(
             at = i[:, None] * gates_row + H + head * A + a[None, :]
             step = tl.load(gates + at, mask=in_tile, other=0.0).to(tl.float32)
             step += tl.load(bias + head * A + a, mask=a < A, other=0.0)[None, :]
-            decay = tl.where(in_tile, head_rate * softplus(step), 0.0)
+            decay = tl.where(in_tile, kda_decay(step, head_rate, least, BOUNDED), 0.0)
         else:
             step = tl.load(gate + H, mask=inside, other=0.0).to(tl.float32) + tl.load(bias + head)
             decay = tl.where(inside, head_rate * softplus(step), 0.0)
@@ -160,6 +162,7 @@ def prepare_chunks_kernel(
     G: tl.constexpr,
     B_PAD: tl.constexpr,
     PRECISION: tl.constexpr,
+    BOUNDED: tl.constexpr,
     H: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
@@ -185,7 +188,7 @@ def prepare_chunks_kernel(
         inside = first + i < last
         query, key, total, last_total, factor = chunk_keys(
             rows, gates, rate, bias, first, inside, head, beta, least, most, rows_row, gates_row,
-            C, H, G, B, A, A_PAD, RULE,
+            C, H, G, B, A, A_PAD, RULE, BOUNDED,
         )  # fmt: skip
         at, b = first.to(tl.int64) * H + head, tl.arange(0, B_PAD)
         in_key, in_value = inside[:, None] & (a < A)[None, :], inside[:, None] & (b < B)[None, :]

@@ -1,4 +1,4 @@
-"""Recurrence of gated delta nets, Kimi delta attention and Mamba-2, one row of a sequence after another.
+"""Recurrence of gated delta nets, Kimi delta attention and Mamba, one row of a sequence after another.
 
 A program takes some columns of a head's state through all rows of a sequence, in registers. The columns of a
 state do not meet, so a state after a row has the same bits in any batch and under any cut of the prompt.
@@ -13,8 +13,8 @@ from ...recurrent import ScanRule, ScanShape, ScanWeights
 from ..linear.tile_config import power_of_two
 from .short_conv import PLACES, SAVES, StatePlace
 
-RULES: dict[ScanRule, int] = {"delta": 0, "ssm": 1, "kda": 2}
-SSM, KDA = tl.constexpr(1), tl.constexpr(2)
+RULES: dict[ScanRule, int] = {"delta": 0, "ssm": 1, "kda": 2, "s6": 3}
+SSM, KDA, S6 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 COLUMNS = 16
 """Columns of a state in one program."""
 NUMBERS = 2048
@@ -59,6 +59,7 @@ def scan(rows: Tensor, gates: Tensor, weights: ScanWeights, shape: ScanShape, *p
         COLUMNS=columns,
         RULE=RULES[shape.rule],
         SKIP=weights.skip_H is not None,
+        BOUNDED=shape.limits[0] < 0,
         num_warps=max(1, key_pad * columns // NUMBERS),
     )
     return out
@@ -73,6 +74,12 @@ def softplus(x: tl.tensor) -> tl.tensor:
         one_more == 1.0, e, tl.log(one_more) * (e / tl.where(one_more == 1.0, 1.0, one_more - 1.0))
     )
     return tl.where(x > 20.0, x, near)
+
+
+@triton.jit
+def kda_decay(x: tl.tensor, rate: tl.tensor, least: tl.tensor, BOUNDED: tl.constexpr) -> tl.tensor:
+    """Return logarithms of the decays of Kimi delta attention, of which `least` may be the bound."""
+    return least / (1.0 + tl.exp(rate * x)) if BOUNDED else rate * softplus(x)
 
 
 @triton.jit
@@ -108,6 +115,7 @@ def scan_kernel(
     COLUMNS: tl.constexpr,
     RULE: tl.constexpr,
     SKIP: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ) -> None:
     """Take COLUMNS columns of one head's state through the rows of one sequence.
 
@@ -125,35 +133,49 @@ def scan_kernel(
     save, last_save = tl.load(save_starts + sequence), tl.load(save_starts + sequence + 1)
     save_row = tl.load(save_rows + save, mask=save < last_save, other=-1)
 
-    # Rows are (q, k, v), or (v, k, q) for Mamba-2.
+    # Rows are (q, k, v), or (v, k, q) for Mamba-2; for Mamba 1 they are v, and gates (dt, k, q).
     key_head = head // (H // G)
     query_at, key_at, value_at = key_head * A, (G + key_head) * A, 2 * G * A + head * B
     if RULE == SSM:
         query_at, key_at, value_at = H * B + (G + key_head) * A, H * B + key_head * A, head * B
-    head_rate = tl.load(rate + head)
-    if RULE == KDA:  # noqa: SIM108 - one branch is compiled
-        head_bias = tl.load(bias + head * A + a, mask=in_key, other=0.0)
+    if RULE == S6:
+        query_at, key_at, value_at = H * B + A, H * B, head * B
+        head_rate = tl.load(rate + tile, mask=in_tile, other=0.0)
+        head_bias = tl.load(bias + head * B + b, mask=in_value, other=0.0)
+        head_skip = tl.load(skip + head * B + b, mask=in_value, other=0.0)
     else:
-        head_bias = tl.load(bias + head)
-    if SKIP:
-        head_skip = tl.load(skip + head)
+        head_rate = tl.load(rate + head)
+        if RULE == KDA:
+            head_bias = tl.load(bias + head * A + a, mask=in_key, other=0.0)
+        else:
+            head_bias = tl.load(bias + head)
+        if SKIP:
+            head_skip = tl.load(skip + head)
     for row in tl.range(begin, end, num_stages=3):
         at = begin.to(tl.int64) + (row - begin)  # a number of Python in the interpreter
         x, gate = rows + at * rows_row, gates + at * gates_row
-        query = tl.load(x + query_at + a, mask=in_key, other=0.0).to(tl.float32)
-        key = tl.load(x + key_at + a, mask=in_key, other=0.0).to(tl.float32)
+        pair = x
+        if RULE == S6:
+            pair = gate
+        query = tl.load(pair + query_at + a, mask=in_key, other=0.0).to(tl.float32)
+        key = tl.load(pair + key_at + a, mask=in_key, other=0.0).to(tl.float32)
         value = tl.load(x + value_at + b, mask=in_value, other=0.0).to(tl.float32)
         if RULE == SSM:
             factor = softplus(tl.load(gate + head).to(tl.float32) + head_bias)
             factor = tl.minimum(tl.maximum(factor, least), most)
             memory *= tl.exp(head_rate * factor)
             change = value * factor
+        elif RULE == S6:
+            step = tl.load(gate + head * B + b, mask=in_value, other=0.0).to(tl.float32)
+            factor = softplus(step + head_bias)
+            memory *= tl.exp(head_rate * factor[None, :])
+            change = value * factor
         else:
             query, key = unit(query, A**-0.5), unit(key, 1.0)
             factor = beta / (1.0 + tl.exp(-tl.load(gate + head).to(tl.float32)))
             if RULE == KDA:
                 step = tl.load(gate + H + head * A + a, mask=in_key, other=0.0).to(tl.float32)
-                memory *= tl.exp(head_rate * softplus(step + head_bias))[:, None]
+                memory *= tl.exp(kda_decay(step + head_bias, head_rate, least, BOUNDED))[:, None]
             else:
                 step = tl.load(gate + H + head).to(tl.float32)
                 memory *= tl.exp(head_rate * softplus(step + head_bias))

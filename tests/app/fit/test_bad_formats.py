@@ -21,6 +21,7 @@ from support.fp8_checkpoint import round_to_blocks
 from support.published_formats import (
     Stored,
     awq,
+    bitnet,
     bnb4,
     compressed,
     compressed_entry,
@@ -43,6 +44,7 @@ W4 = compressed_entry(scheme_of(4, 128), "pack-quantized")
 COMPRESS = partial(compressed, scheme=scheme_of(4, 128), form="pack-quantized")
 FOUR = {"weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}}
 NVFP4 = compressed_entry(FOUR, "nvfp4-pack-quantized")
+BITNET = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
 EETQ = {"quant_method": "eetq", "weights": "int8"}
 HQQ = {
     "quant_method": "hqq",
@@ -109,6 +111,9 @@ CASES: dict[str, tuple[dict[str, Any], Store, Callable[[Weights], None], dict[st
     ),
     "no state": (
         NF4, bnb4, without(".weight.quant_state.bitsandbytes__nf4"), {}, r"bitsandbytes__nf4' is missing",
+    ),
+    "bitnet without scales": (
+        BITNET, partial(bitnet, divides=False), without(".weight_scale"), {}, r"weight_scale' is missing",
     ),
     "eetq without scales": (EETQ, eetq, without(".weight_scales"), {}, r"up_proj\.weight_scales' is missing"),
     "eetq scales cut": (EETQ, eetq, changed(".weight_scales", cut), {}, r"need \[256\] or"),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from llmbox.engine.checkpoint.formats.registry import READERS, read_weight_format
 from llmbox.engine.checkpoint.formats.weight_format import NotReadable
 from llmbox.engine.errors import EngineError
+from llmbox.engine.weights.decoders import BadTensor, decode
 from support.fp8_checkpoint import ENTRY, compressed
 from support.published_formats import awq, bnb4, compressed_entry, gptq, hqq, publish, scheme_of
 from support.real_engines import ask, load, tokens
@@ -56,6 +57,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "quant_method": "torchao",
         "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 128}}},
     },
+    "bitnet": {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"},
     "eetq": {"quant_method": "eetq", "weights": "int8"},
     "gptq by layer": {
         "quant_method": "gptq",
@@ -128,3 +130,26 @@ def test_odd_tensors_are_refused_with_a_reason(tmp_path: Path, name: str) -> Non
             with suppress(EngineError):
                 engine = load(model)  # what the format does not use, or what it may be
                 assert tokens(engine, [ask("a", [5, 6], 1)])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"quantization_mode": "online"}, "quantization_mode 'online', only offline is known"),
+        ({"linear_class": "ternary"}, "linear_class 'ternary'"),
+        ({"use_rms_norm": True}, "linears have norms"),
+    ],
+)
+def test_other_bitnets_are_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(NotReadable, match=says):
+        read_weight_format({"quant_method": "bitnet"} | change)
+
+
+def test_a_byte_of_no_bitnet_is_refused() -> None:
+    form = read_weight_format({"quant_method": "bitnet"})
+    stored = {".weight": torch.full((2, 4), 3, dtype=torch.uint8), ".weight_scale": torch.ones(1)}
+    with pytest.raises(BadTensor, match="holds 3"):
+        decode(form, stored, 8, 4)
+    stored = {".weight": torch.zeros(2, 4, dtype=torch.uint8), ".weight_scale": torch.zeros(1)}
+    with pytest.raises(BadTensor, match="no scale"):
+        decode(form, stored, 8, 4)

@@ -42,6 +42,8 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
         ("bamba", {}, {"tp": 2}),
         ("lfm3", {}, {"tp": 2, "pp": 2}),
         ("mamba2", {}, {"tp": 2, "pp": 2}),
+        ("jamba", {}, {"tp": 2, "pp": 2}),
+        ("bailing_hybrid", {}, {"tp": 2, "pp": 2}),
         ("mistral4", {}, {"tp": 2, "pp": 2}),
         ("gpt2", {}, {"tp": 2, "pp": 2}),
         ("gpt_neox", {}, {"tp": 2}),
@@ -81,6 +83,7 @@ def test_norms_over_all_heads_are_not_cut(tmp_path: Path, arch: str) -> None:
 
 NOT_CUT = {
     "olmo2": "tp", "olmo3": "tp", "olmoe": "tp", "flex_olmo": "tp", "olmo_hybrid": "tp", "minimax_m2": "tp",
+    "bitnet": "tp",
     "gemma4_text": "pp", "gemma3n_text": "pp",
 }  # fmt: skip
 """Families that cannot be cut one way: norms over all heads, or layers that share keys and values."""

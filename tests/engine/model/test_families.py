@@ -184,6 +184,32 @@ KNOWN: list[tuple[str, dict[str, Any], int, float]] = [
     ),
     ("Mamba2ForCausalLM", {}, 7_285_403_648, 7.15e9),
     (
+        "FalconMambaForCausalLM",
+        {
+            "vocab_size": 65024,
+            "hidden_size": 4096,
+            "num_hidden_layers": 64,
+            "intermediate_size": 8192,
+            "tie_word_embeddings": False,
+        },
+        7_272_665_088,
+        7.0e9,
+    ),
+    (
+        "BitNetForCausalLM",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 2560,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 20,
+            "num_key_value_heads": 5,
+            "tie_word_embeddings": True,
+        },
+        2_412_820_480,
+        2.41e9,
+    ),
+    (
         "OlmoHybridForCausalLM",
         {
             "vocab_size": 100352,
@@ -197,7 +223,7 @@ KNOWN: list[tuple[str, dict[str, Any], int, float]] = [
     ),
 ]
 """gpt-oss-20b, DeepSeek-V3, Qwen1.5-MoE-A2.7B, Nemotron-H 8B, Falcon-H1 7B, Kimi-Linear 48B, Mamba-Codestral
-7B, OLMo-hybrid 7B: all parameters, and those that one token meets."""
+7B, Falcon-Mamba 7B, BitNet 2B, OLMo-hybrid 7B: all parameters, and those that one token meets."""
 
 
 @pytest.mark.parametrize(("name", "sizes", "params", "active"), KNOWN)

@@ -32,6 +32,7 @@ HYBRIDS = [
     "nemotron_h",
     "kimi_linear",
     "olmo_hybrid",
+    "jamba",
 ]
 LONG = ask("long", [3 + i * 7 % 300 for i in range(101)], 24, temperature=0.8, seed=4)
 OTHERS = [ask(f"other {i}", range(5 + i, 25 + 2 * i), 12, temperature=0.9, seed=i) for i in range(32)]

@@ -16,7 +16,18 @@ from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.model_config.expected_tensors import check_weights
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
-from support.families import COMMON, DEEPSEEK, MOE, SIBLINGS, make_family, randomize, spell_as_before
+from support.families import (
+    COMMON,
+    DEEPSEEK,
+    DELTA,
+    FAMILIES,
+    LATENT,
+    MOE,
+    SIBLINGS,
+    make_family,
+    randomize,
+    spell_as_before,
+)
 from support.real_engines import all_logits, ask, hf_model, hf_tokens, load, runner_of, tokens
 from support.tiny_models import make_tiny_model
 
@@ -135,6 +146,13 @@ GLM_ROPE = {"rope_theta": 5000.0, "rope_type": "default", "mrope_section": [1, 1
 GLM_ROPE |= {"partial_rotary_factor": 0.5}
 INTERNVL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 INTERNVL |= {"image_size": [16, 16], "patch_size": [4, 4]}
+KIMI_TOWER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+KIMI_TOWER |= {"patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4}
+MUSE_TOWER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+MUSE_TOWER |= {"patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4}
+MUSE = {"num_hidden_layers": 5, "sliding_window": 19, "post_norm_eps": 1e-3, "rms_norm_eps": 1e-4}
+SIGLIP = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+SIGLIP |= {"patch_size": 4, "image_size": 16}
 NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm4v": ("glm4v", GLM_TOWER, {"rope_parameters": GLM_ROPE}),
     "glm46v": (
@@ -143,10 +161,25 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"model_type": "glm4v_text", "rope_parameters": GLM_ROPE},
     ),
     "glm4v_moe": ("glm4v_moe", GLM_TOWER, DEEPSEEK | {"rope_parameters": GLM_ROPE}),
+    "muse_glimmer": ("muse_glimmer", MUSE_TOWER, MUSE),
+    "kimi_k25": ("kimi_k25", KIMI_TOWER, LATENT | {"model_type": "deepseek_v3"}),
+    "exaone4_5": (
+        "exaone4_5",
+        GLM_TOWER,
+        FAMILIES["exaone4"] | {"model_type": "exaone4"},
+    ),
+    "nemotron_h_omni": (
+        "nemotron_h_omni",
+        SIGLIP | {"video_temporal_patch_size": 2},
+        FAMILIES["nemotron_h"] | {"model_type": "nemotron_h"},
+    ),
+    "minicpmv4_7": ("minicpmv4_7", SIGLIP, DELTA | {"model_type": "qwen3_5_text"}),
     "internvl-qwen2": ("internvl", INTERNVL, {"model_type": "qwen2"}),
     "internvl-qwen3_moe": ("internvl", INTERNVL, MOE | {"model_type": "qwen3_moe"}),
 }
 """Kind, tower and `text_config`."""
+BLIND = {"muse_glimmer", "kimi_k25", "exaone4_5", "nemotron_h_omni", "minicpmv4_7"}
+"""Those whose tower does not run."""
 
 
 @pytest.mark.parametrize("name", NESTED)
@@ -160,10 +193,20 @@ def test_the_language_part_beside_a_tower(tmp_path: Path, name: str) -> None:
     theirs = AutoModelForImageTextToText.from_config(config).eval()
     randomize(theirs, 0)
     theirs.save_pretrained(tmp_path)
+    if kind == "kimi_k25":  # transformers takes layers for blocks of the tower, when it writes them
+        file = tmp_path / "model.safetensors"
+        weights = {name.replace("l.blocks.", "l.layers."): each for name, each in load_file(file).items()}
+        save_file(weights, file, metadata={"format": "pt"})
+    if kind == "nemotron_h_omni":  # as published
+        raw = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"llm_config": raw.pop("text_config")}))
     found = parse_config(tmp_path)
     check_weights(str(tmp_path), found, list_tensors(tmp_path))
-    assert found.vision is not None
-    assert found.vision.tower.num_layers == 1
+    if name in BLIND:
+        assert f"the vision tower of {kind} is not supported" in found.image_problem
+    else:
+        assert found.vision is not None
+        assert found.vision.tower.num_layers == 1
     compare(tmp_path, theirs)
 
 
@@ -184,6 +227,43 @@ def test_ties_of_the_whole_model_count_more_than_those_of_its_text_part(tmp_path
     assert (raw["tie_word_embeddings"], raw["text_config"]["tie_word_embeddings"]) == (tied, not tied)
     assert parse_config(tmp_path).tie_word_embeddings is tied
     compare(tmp_path, theirs)
+
+
+LING_TENSORS = {
+    "model.embed_tokens": "model.word_embeddings",
+    "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm",
+    "self_attn.k_norm": "attention.key_layernorm",
+    "gate.e_score_correction_bias": "gate.expert_bias",
+}
+
+
+def test_a_ling_is_a_glm_4_under_other_names(tmp_path: Path) -> None:
+    """Ling 2.0 brings code of its own, which computes what GLM-4.5 does: its names, keys and stack."""
+    model = make_family(tmp_path, "glm4_moe", use_qk_norm=True, attention_bias=False)
+    theirs = hf_model(model)
+    weights = {}
+    for name, tensor in load_file(model / "model.safetensors").items():
+        for usual, ling in LING_TENSORS.items():
+            name = name.replace(usual, ling)  # noqa: PLW2901
+        weights[name] = tensor
+    for layer in range(2):
+        module = f"model.layers.{layer}"
+        qkv = [weights.pop(f"{module}.self_attn.{part}_proj.weight") for part in "qkv"]
+        weights[f"{module}.attention.query_key_value.weight"] = torch.cat(qkv)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((model / "config.json").read_text())
+    dense = raw.pop("mlp_layer_types", ["dense", "sparse"]).count("dense")
+    renamed = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    raw = {renamed.get(key, key): value for key, value in raw.items() if key != "attention_bias"}
+    raw |= {"architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe"}
+    raw |= {"first_k_dense_replace": dense, "use_qkv_bias": False, "use_bias": False}
+    raw["auto_map"] = {"AutoModelForCausalLM": "modeling_bailing_moe_v2.BailingMoeV2ForCausalLM"}
+    (model / "config.json").write_text(json.dumps(raw))
+    config = parse_config(model)
+    check_weights("ling", config, list_tensors(model))
+    assert config.num_parameters == sum(prod(each.shape) for each in list_tensors(model).values())
+    compare(model, theirs)
 
 
 def transpose_experts(model: Path) -> None:
@@ -251,6 +331,15 @@ HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
             {"num_experts": 2, "moe_topk": 3},
             "moe_topk 3 is more than num_experts 2",
         ),
+        ("BailingMoeV2ForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob false is not supported"),
+        ("BailingMoeV2ForCausalLM", {"score_function": "softmax"}, "scoring_func 'softmax' is not supported"),
+        ("JambaForCausalLM", {"attn_layer_offset": 8}, "attn_layer_offset 8 must be from 0 to"),
+        ("JambaForCausalLM", {"attn_layer_offset": 4}, "no layer has attention"),
+        ("JambaForCausalLM", {"expert_layer_offset": -1}, "expert_layer_offset -1 must be from 0 to"),
+        ("MambaForCausalLM", {"intermediate_size": 97}, "97 channels of Mamba layers .* must be even"),
+        ("MambaForCausalLM", {"time_step_rank": 64}, "mamba_dt_rank 64 and .* less than hidden_size 64"),
+        ("MambaForCausalLM", {"time_step_rank": "x"}, "mamba_dt_rank must be a positive whole number"),
+        ("OlmoForCausalLM", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
         ("ArceeForCausalLM", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported, only 'relu2'"),
         ("Mamba2ForCausalLM", {"num_heads": 7, "head_dim": 16}, "are not expand . hidden_size"),
         ("Mamba2ForCausalLM", {"num_heads": 8, "n_groups": 3}, "multiple of mamba_n_groups 3"),

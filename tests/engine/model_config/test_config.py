@@ -133,7 +133,7 @@ def test_layer_types_must_fit(tmp_path: Path, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
+        {"architectures": ["BloomForCausalLM"], "model_type": "bloom"},
         {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"},
         {"architectures": [], "model_type": "ctrl"},
         {"architectures": None, "model_type": None},

@@ -41,6 +41,7 @@ FAMILY_SIZES = [
     ),
     *(nightly(arch, {}) for arch in ("qwen3_next", "granitemoehybrid", "nemotron_h", "falcon_h1", "bamba")),
     *(nightly(arch, {}) for arch in ("olmo_hybrid", "lfm2", "lfm3", "kimi_linear", "mamba2")),
+    *(nightly(arch, {}) for arch in ("jamba", "falcon_mamba", "bailing_hybrid", "bitnet", "nanochat")),
 ]
 
 

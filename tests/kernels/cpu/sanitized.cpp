@@ -338,7 +338,7 @@ void check_rows(int dtype, int rows, int heads, int width) {
     }
     for (int table : {0, 1}) run(llmbox_rotary_op(dtype, x.data(), row, heads, width, table), step);
     if (row % 2 == 0)
-        for (int activation : {SILU, GELU_TANH}) run(llmbox_gate_mul_op(dtype, activation, x.data(), row, row / 2), step);
+        for (int activation : {SILU, GELU_TANH, RELU2_GATED}) run(llmbox_gate_mul_op(dtype, activation, x.data(), row, row / 2), step);
     for (int activation : {RELU2, GELU, GELU_NEW, RELU}) run(llmbox_gate_mul_op(dtype, activation, x.data(), row, row), step);
     run(llmbox_xielu_op(dtype, x.data(), row, row, 0.8f, 0.9f, 0.5f, -1e-6f), step);
     must_be_finite(x, "rotary and gates");
@@ -353,6 +353,19 @@ void check_recurrent(int dtype, int heads, int group, int keys, int values) {
     step.rows = rows, step.sequences = 2, step.query_starts = starts, step.contexts = contexts;
     step.state_slots = slots, step.save_starts = save_starts, step.save_rows = save_rows, step.save_slots = save_slots;
     const size_t size = size_t(heads) * keys * values;
+    {
+        const int own = heads * values, gate_width = own + 2 * keys;
+        Buffer x(dtype, size_t(rows) * own), gates(dtype, size_t(rows) * gate_width), out(dtype, size_t(rows) * own);
+        Buffer rate(FLOAT32, size), bias(FLOAT32, own), state(FLOAT32, 5 * size);
+        for (size_t i = 0; i < size; i++) rate.set(i, -0.5f);
+        for (size_t i = size; i < state.count; i++) state.set(i, NAN);
+        out.poison();
+        run(llmbox_scan_op(dtype, S6, x.data(), own, gates.data(), gate_width, static_cast<float*>(rate.data()),
+                           static_cast<float*>(bias.data()), static_cast<float*>(bias.data()), heads, 1, keys, values, 0.f, INFINITY,
+                           1.f, static_cast<float*>(state.data()), out.data()),
+            step);
+        must_be_finite(out, "selective scan"), must_be_finite(state, "state of a selective scan");
+    }
     for (int rule : {SSM, DELTA, KDA}) {
         if (rule == KDA && group > 1) continue;
         const int decays = rule == KDA ? heads * keys : heads, gate_width = rule == SSM ? heads : heads + decays;

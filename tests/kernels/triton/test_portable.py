@@ -90,7 +90,7 @@ def test_norms(dtype: torch.dtype) -> None:
 def test_functions_of_numbers(dtype: torch.dtype) -> None:
     """Over numbers of all sizes, denormals too."""
     ours, cpp = both(dtype)
-    activations: list[Activation] = ["silu", "gelu_tanh", "swiglu_oai", "relu2"]
+    activations: list[Activation] = ["silu", "gelu_tanh", "swiglu_oai", "relu2", "relu2_gated"]
     numbers = torch.randn(4, 1200) * 10.0 ** torch.linspace(-40, 4, 1200)
     for activation in activations:
         x = numbers.to(dtype)

@@ -18,7 +18,9 @@ CPU = torch.device("cpu")
 SHAPES = {
     "delta": ScanShape("delta", heads=2, key_heads=1, key_dim=12, value_dim=20, beta=2.0),
     "kda": ScanShape("kda", heads=1, key_heads=1, key_dim=12, value_dim=12),
+    "kda bounded": ScanShape("kda", heads=1, key_heads=1, key_dim=12, value_dim=12, limits=(-5.0, 1.0)),
     "ssm": ScanShape("ssm", heads=2, key_heads=1, key_dim=8, value_dim=12, limits=(0.01, 1.5)),
+    "s6": ScanShape("s6", heads=2, key_heads=1, key_dim=8, value_dim=12),
 }
 KINDS = pytest.mark.parametrize("kind", ["conv", "conv gated", *SHAPES])
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, of masked slots
@@ -45,7 +47,13 @@ def test_as_the_reference(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("delta", torch.float16), ("kda", torch.float32), ("ssm", torch.float16)]
+    ("kind", "dtype"),
+    [
+        ("delta", torch.float16),
+        ("kda", torch.float32),
+        ("kda bounded", torch.float32),
+        ("ssm", torch.float16),
+    ],
 )
 def test_prompts_chunk_by_chunk(kind: str, dtype: torch.dtype) -> None:
     """Whole chunks and parts of some, from a state in the middle of one too; a state saved at an end."""
@@ -68,16 +76,17 @@ def test_prompts_chunk_by_chunk(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_prompts_of_models_in_16_bits_go_by_chunks() -> None:
-    """But not with --deterministic, nor where blocks, and so saved states, end within chunks."""
-    layer = Layer("delta", torch.float16, SHAPES)
+    """But not with --deterministic, nor where blocks, and so saved states, end within chunks, nor Mamba 1."""
     with mock.patch("llmbox.kernels.triton.recurrent.chunked_scan") as by_chunks:
-        for fixed, dtype, end, block_size in (
-            (False, torch.float16, 2, 16),
-            (True, torch.float16, 2, 16),
-            (False, torch.float32, 2, 16),
-            (False, torch.float16, 1, 16),
-            (False, torch.float16, 2, 8),
+        for kind, fixed, dtype, end, block_size in (
+            ("delta", False, torch.float16, 2, 16),
+            ("delta", True, torch.float16, 2, 16),
+            ("delta", False, torch.float32, 2, 16),
+            ("delta", False, torch.float16, 1, 16),
+            ("delta", False, torch.float16, 2, 8),
+            ("s6", False, torch.float16, 2, 16),
         ):
+            layer = Layer(kind, torch.float16, SHAPES)
             rows, gates = (each.to(dtype) for each in layer.rows(end))
             layout = replace(layout_of([(0, end)], [0]), block_size=block_size)
             ops = triton_ops(CPU, dtype, deterministic=fixed)

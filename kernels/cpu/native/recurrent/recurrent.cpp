@@ -16,7 +16,7 @@ Op* llmbox_short_conv_op(int dtype, const void* x, int64_t x_stride, int gated, 
     });
 }
 
-// `state` [slots, heads, key_dim, value_dim] of one layer; `skip` may be null.
+// `state` [slots, heads, key_dim, value_dim] of one layer; `skip` may be null, but for S6.
 Op* llmbox_scan_op(int dtype, int rule, const void* rows, int64_t stride, const void* gates, int64_t gates_stride,
                    const float* rate, const float* bias, const float* skip, int heads, int key_heads, int key_dim,
                    int value_dim, float least, float most, float beta, float* state, void* out) {
@@ -27,6 +27,7 @@ Op* llmbox_scan_op(int dtype, int rule, const void* rows, int64_t stride, const 
         T* to = static_cast<T*>(out);
         if (rule == DELTA) return new ScanOp<T, DELTA>(x, stride, g, gates_stride, rate, bias, skip, shape, state, to);
         if (rule == KDA) return new ScanOp<T, KDA>(x, stride, g, gates_stride, rate, bias, skip, shape, state, to);
+        if (rule == S6) return new ScanOp<T, S6>(x, stride, g, gates_stride, rate, bias, skip, shape, state, to);
         return new ScanOp<T, SSM>(x, stride, g, gates_stride, rate, bias, skip, shape, state, to);
     });
 }

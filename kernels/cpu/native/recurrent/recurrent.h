@@ -1,4 +1,4 @@
-// Recurrent layers: short convolutions, the gated delta rule, Mamba-2's scan, and the gates around them.
+// Recurrent layers: short convolutions, the gated delta rule, scans of Mamba 1 and 2, and the gates around them.
 //
 // A sequence's rows are taken one after the other, so its state is a function of its tokens alone: whatever the chunks,
 // the batch and the threads, the same bits. State is float32.
@@ -91,7 +91,7 @@ private:
 
 struct ScanHeads {
     int heads, key_heads, key_dim, value_dim;
-    float least, most;  // of a time step
+    float least, most;  // of a time step; of KDA the least logarithm of a decay, or 0
     float beta;         // multiplier of the delta rule's beta
 
     int keys() const { return key_heads * key_dim; }
@@ -99,11 +99,11 @@ struct ScanHeads {
     int64_t state() const { return static_cast<int64_t>(heads) * key_dim * value_dim; }
 };
 
-enum ScanRule : int { DELTA = 0, SSM = 1, KDA = 2 };  // as Python names them (kernels/cpu/recurrent.py)
+enum ScanRule : int { DELTA = 0, SSM = 1, KDA = 2, S6 = 3 };  // as Python names them (kernels/cpu/recurrent.py)
 
 // kernels/recurrent.py::ScanShape says what is computed. Rows are first brought into float32 with their decays and
 // factors, [q | k | decay | factor], the decays of KDA key by key; then each thread takes some columns of a head's state
-// through all rows.
+// through all rows. S6 has factors value by value, and decays of which each is used once, so that they are not stored.
 template <class T, ScanRule RULE> class ScanOp : public Op {
 public:
     OpKind kind() const override { return OpKind::RECURRENT; }
@@ -133,27 +133,29 @@ public:
 private:
     static constexpr int VECTORS = 4, COLUMNS = VECTORS * LANES;
 
-    static constexpr bool IS_DELTA = RULE != SSM;
+    static constexpr bool IS_DELTA = RULE == DELTA || RULE == KDA;
 
-    int decays() const { return RULE == KDA ? shape_.keys() : shape_.heads; }
-    int width() const { return 2 * shape_.keys() + decays() + shape_.heads; }
+    int decays() const { return RULE == KDA ? shape_.keys() : RULE == S6 ? 0 : shape_.heads; }
+    int factors() const { return RULE == S6 ? shape_.values() : shape_.heads; }
+    int width() const { return 2 * shape_.keys() + decays() + factors(); }
 
     NOINLINE void widen(int row, float* to) {
         const int keys = shape_.keys(), dim = shape_.key_dim;
-        const T* from = rows_ + row * stride_;
-        const T *q = IS_DELTA ? from : from + shape_.values() + keys, *k = IS_DELTA ? from + keys : from + shape_.values();
+        const T *from = rows_ + row * stride_, *gate = gates_ + row * gates_stride_;
+        const T* pairs = RULE == S6 ? gate : from;  // (k, q) behind as many numbers as there are values
+        const T *q = IS_DELTA ? from : pairs + shape_.values() + keys, *k = IS_DELTA ? from + keys : pairs + shape_.values();
         for (int head = 0; head < shape_.key_heads; head++) {
             const float scale = IS_DELTA ? 1.f / std::sqrt(static_cast<float>(dim)) : 1.f;
             copy_head(q + head * dim, to + head * dim, scale);
             copy_head(k + head * dim, to + keys + head * dim, 1.f);
         }
-        const T* gate = gates_ + row * gates_stride_;
         float *decay = to + 2 * keys, *factor = decay + decays();
-        const int heads = shape_.heads;
+        const int heads = factors();
         for (int head = 0; RULE == KDA && head < heads; head++)
             for (int i = head * dim, end = i + dim; i < end; i += LANES) {
                 const Floats x = load(gate + heads + i, end - i) + load(bias_ + i, end - i);
-                store(decay + i, exp_negative(splat(rate_[head]) * softplus(x)), end - i);
+                const Floats rate = splat(rate_[head]), least = splat(shape_.least);
+                store(decay + i, exp_negative(shape_.least < 0.f ? least * sigmoid(-rate * x) : rate * softplus(x)), end - i);
             }
         for (int head = 0; head < heads; head += LANES) {
             const int left = heads - head;
@@ -164,7 +166,7 @@ private:
                 const Floats least = splat(shape_.least), most = splat(shape_.most);
                 step = select(step < least, least, select(step > most, most, step));
             }
-            if constexpr (RULE != KDA) store(decay + head, exp_negative(load(rate_ + head, left) * step), left);
+            if constexpr (RULE == DELTA || RULE == SSM) store(decay + head, exp_negative(load(rate_ + head, left) * step), left);
             store(factor + head, IS_DELTA ? splat(shape_.beta) * sigmoid(load(gate + head, left)) : step, left);
         }
     }
@@ -205,8 +207,11 @@ private:
         const int dim = shape_.key_dim, left = shape_.value_dim - column, group = shape_.heads / shape_.key_heads;
         const float *q = wide + head / group * dim, *k = q + shape_.keys(), *gates = wide + 2 * shape_.keys();
         const float* decays = gates + (RULE == KDA ? head * dim : head);  // one for each key, or one
-        const Floats decay = splat(decays[0]), factor = splat(gates[this->decays() + head]);
-        const T* v = rows_ + row * stride_ + (IS_DELTA ? 2 * shape_.keys() : 0) + head * shape_.value_dim + column;
+        const Floats decay = splat(decays[0]), factor = splat(gates[this->decays() + (RULE == S6 ? 0 : head)]);
+        const int first = head * shape_.value_dim + column;  // of the values
+        const float* rates = rate_ + static_cast<int64_t>(head) * dim * shape_.value_dim + column;
+        Floats steps[VECTORS];
+        const T* v = rows_ + row * stride_ + (IS_DELTA ? 2 * shape_.keys() : 0) + first;
         Floats value[VECTORS], change[VECTORS], total[VECTORS];
         UNROLL for (int j = 0; j < VECTORS; j++) {
             const int rest = left - j * LANES;
@@ -234,21 +239,33 @@ private:
             UNROLL for (int j = 0; j < VECTORS; j++)
                 change[j] = (value[j] - (RULE == KDA ? even[j] + odd[j] : (even[j] + odd[j]) * decay)) * factor;
         } else {
-            UNROLL for (int j = 0; j < VECTORS; j++) change[j] = value[j] * factor;
+            UNROLL for (int j = 0; j < VECTORS; j++) {
+                const int rest = left - j * LANES;
+                if constexpr (RULE == S6) steps[j] = rest > 0 ? load(gates + first + j * LANES, rest) : splat(0.f);
+                change[j] = value[j] * (RULE == S6 ? steps[j] : factor);
+            }
         }
         for (int i = 0; i < dim; i++) {
             float* s = state + static_cast<int64_t>(i) * stride;
             const Floats key = splat(k[i]), query = splat(q[i]), rest = RULE == KDA ? splat(decays[i]) : decay;
             UNROLL for (int j = 0; j < VECTORS; j++) {
-                const Floats now = multiply_add(key, change[j], load(s + j * LANES) * rest);
+                Floats kept = rest;
+                if constexpr (RULE == S6) {
+                    const int there = left - j * LANES;
+                    const float* rate = rates + static_cast<int64_t>(i) * shape_.value_dim + j * LANES;
+                    kept = there > 0 ? exp_negative(load(rate, there) * steps[j]) : splat(0.f);
+                }
+                const Floats now = multiply_add(key, change[j], load(s + j * LANES) * kept);
                 store(s + j * LANES, now);
                 total[j] = multiply_add(now, query, total[j]);
             }
         }
-        T* out = out_ + static_cast<int64_t>(row) * shape_.values() + head * shape_.value_dim + column;
+        T* out = out_ + static_cast<int64_t>(row) * shape_.values() + first;
         for (int j = 0; j < VECTORS && j * LANES < left; j++) {
-            if (skip_) total[j] = multiply_add(value[j], splat(skip_[head]), total[j]);
-            store(out + j * LANES, total[j], left - j * LANES);
+            const int rest = left - j * LANES;
+            if constexpr (RULE == S6) total[j] = multiply_add(value[j], load(skip_ + first + j * LANES, rest), total[j]);
+            else if (skip_) total[j] = multiply_add(value[j], splat(skip_[head]), total[j]);
+            store(out + j * LANES, total[j], rest);
         }
     }
 
