@@ -2,28 +2,11 @@
 //
 // Few rows stream a panel, whose codes become bytes in registers. For more rows a slice of eight groups of 32 inputs
 // becomes bytes and float32 scales in the L1 cache first, and all rows visit it there. Both give the same bits.
+#include <climits>
+
 #include "quantized/quant_gemm.h"
 
 namespace llmbox {
-
-// Dot products with unsigned weights below 128, whose sums of two fit 16 bits. Exact as those of Bytes.
-#if defined(__AVX2__) && !(defined(__AVX512VNNI__) && defined(__AVX512BW__))
-struct SmallBytes {
-    using Row = Words;
-    static INLINE Row row(uint32_t word) { return splat(word); }
-    static INLINE void dot(Ints& sum, Words weights, Row row) {
-#if defined(__AVX512BW__)
-        const __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, (__m512i)row);
-        sum += (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#else
-        const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)row);
-        sum += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#endif
-    }
-};
-#else
-using SmallBytes = Bytes;
-#endif
 
 // Values of a table as unsigned bytes.
 template <Table TABLE> INLINE Words table_bytes(Words n) {
@@ -107,6 +90,24 @@ template <Parts PARTS, bool MINIMUMS, Table TABLE> struct UnitScales {
     }
 };
 
+// Neighboring rows of a group.
+template <int ROWS> struct BlockCells {
+    RowCells<ROWS> cells;
+    const float *scales, *sums;
+    const int32_t* corrections;
+    const int8_t* values[ROWS];
+
+    INLINE BlockCells(const QuantRows& x, int row, int g)
+        : cells(x, row, g), scales(x.scales + cells[0]), sums(x.sums + 2 * cells[0]), corrections(x.corrections + 2 * cells[0]) {
+        const int8_t* first = x.values + cells[0] * BLOCK_GROUP;
+        hide(first), hide(scales), hide(sums), hide(corrections);
+        UNROLL for (int r = 0; r < ROWS; r++) values[r] = first + cells.from_first(r) * BLOCK_GROUP;
+    }
+    INLINE float scale(int r) const { return scales[cells.from_first(r)]; }
+    INLINE float sum(int r, int span) const { return sums[2 * cells.from_first(r) + span]; }
+    INLINE int32_t correction(int r, int span) const { return corrections[2 * cells.from_first(r) + span]; }
+};
+
 // tile[ROWS][PANEL] += x * one unit, for few rows: codes become bytes in registers.
 template <int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS, Table TABLE, int ROWS>
 INLINE void multiply_unit(const BlockLayout& layout, const uint8_t* unit, int first, const QuantRows& x, int row, float* tile,
@@ -120,8 +121,7 @@ INLINE void multiply_unit(const BlockLayout& layout, const uint8_t* unit, int fi
         for (int g = 0; g < GROUPS; g++, codes += layout.group_bytes) {
             for (size_t offset = 0; offset < next.step; offset += 64) prefetch_stream(next.at + offset);
             next.at += next.step;
-            size_t cells[ROWS];
-            UNROLL for (int r = 0; r < ROWS; r++) cells[r] = x.cell(row + r, first + g);
+            const RowCells<ROWS> cells(x, row, first + g);
             UNROLL for (int s = 0; s < SPANS; s++, parts += PANEL) {
                 Ints sums[ROWS][VECTORS];
                 UNROLL for (int r = 0; r < ROWS; r++)
@@ -148,6 +148,49 @@ INLINE void multiply_unit(const BlockLayout& layout, const uint8_t* unit, int fi
         next.step = 0;  // the first columns brought it all
         UNROLL for (int r = 0; r < ROWS; r++)
             UNROLL for (int v = 0; v < VECTORS; v++) store(tile + r * PANEL + column + v * LANES, totals[r][v]);
+    }
+}
+
+// The same for tiles of more rows, whose sums fill the registers: totals stay in memory.
+template <int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS, Table TABLE, int ROWS>
+NOINLINE void multiply_unit_tile(const BlockLayout& layout, const uint8_t* unit, int first, const QuantRows& x, int row,
+                                 float* tile, Prefetch next) {
+    constexpr int VECTORS = ROWS > ROW_TILE ? COLUMN_VECTORS / 2 : COLUMN_VECTORS, SPANS = BLOCK_GROUP / SPAN;
+    using Sums = ByteSums<Dot, ROWS, VECTORS>;
+    const size_t to_minimums = static_cast<size_t>(layout.parts) * PANEL;
+    for (int column = 0; column < PANEL; column += VECTORS * LANES) {
+        const uint8_t *codes = unit + layout.codes_at + 4 * column, *parts = unit + layout.parts_at + column;
+        for (int g = 0; g < BLOCK_UNIT / BLOCK_GROUP; g++, codes += layout.group_bytes) {
+            for (size_t offset = 0; offset < next.step; offset += 64) prefetch_stream(next.at + offset);
+            next.at += next.step;
+            const BlockCells<ROWS> cells(x, row, first + g);
+            UNROLL for (int s = 0; s < SPANS; s++, parts += PANEL) {
+                Sums sums;
+                UNROLL for (int r = 0; r < ROWS; r++)
+                    UNROLL for (int v = 0; v < VECTORS; v++)
+                        sums.begin(r, v, MINIMUMS ? Ints{} : splat_int(cells.correction(r, s)));
+                UNROLL for (int w = s * SPAN / 4; w < (s + 1) * SPAN / 4; w += Sums::WORDS) {
+                    Words weights[VECTORS][Sums::WORDS];
+                    UNROLL for (int v = 0; v < VECTORS; v++)
+                        UNROLL for (int i = 0; i < Sums::WORDS; i++)
+                            weights[v][i] = block_word<BITS, TABLE>(codes + v * LANES * 4, w + i);
+                    sums.add(weights, cells.values, 4 * w);
+                }
+                UNROLL for (int v = 0; v < VECTORS; v++) {
+                    const auto scales =
+                        UnitScales<PARTS, MINIMUMS, TABLE>(unit, column + v * LANES).of_part(parts + v * LANES, to_minimums);
+                    UNROLL for (int r = 0; r < ROWS; r++) {
+                        float* to = tile + r * PANEL + column + v * LANES;
+                        const Floats scaled = to_floats(sums.total(r, v)) * splat(cells.scale(r));
+                        Floats total = multiply_add(scaled, scales.scale, load(to));
+                        if (MINIMUMS) total = multiply_add(splat(cells.sum(r, s)), scales.minimum, total);
+                        store(to, total);
+                    }
+                }
+                asm volatile("" ::: "memory");  // or the compiler keeps the tile on the stack, for want of registers
+            }
+        }
+        next.step = 0;  // the first columns brought it all
     }
 }
 
@@ -197,32 +240,29 @@ INLINE void multiply_wide(const WideBlocks& wide, int first, int groups, const Q
     for (int g = 0; g < groups; g++) {
         for (size_t offset = 0; offset < next.step; offset += 64) prefetch_stream(next.at + offset);
         next.at += next.step;
-        size_t cells[ROWS];
-        UNROLL for (int r = 0; r < ROWS; r++) cells[r] = x.cell(row + r, first + g);
-        const int8_t* values[ROWS];
-        UNROLL for (int r = 0; r < ROWS; r++) values[r] = x.values + cells[r] * BLOCK_GROUP;
+        const BlockCells<ROWS> cells(x, row, first + g);
         for (int column = 0; column < PANEL; column += VECTORS * LANES) {
             const uint8_t* from = wide.codes + g * WideBlocks::GROUP_BYTES + 4 * column;
             UNROLL for (int s = 0; s < SPANS; s++) {
                 Sums sums;
                 UNROLL for (int r = 0; r < ROWS; r++)
                     UNROLL for (int v = 0; v < VECTORS; v++)
-                        sums.begin(r, v, MINIMUMS ? Ints{} : splat_int(x.corrections[2 * cells[r] + s]));
+                        sums.begin(r, v, MINIMUMS ? Ints{} : splat_int(cells.correction(r, s)));
                 UNROLL for (int k = s * SPAN; k < (s + 1) * SPAN; k += 4 * Sums::WORDS) {
                     Words weights[VECTORS][Sums::WORDS];
                     UNROLL for (int w = 0; w < Sums::WORDS; w++, from += PANEL_STRIDE)
                         UNROLL for (int v = 0; v < VECTORS; v++) weights[v][w] = load_as<Words>(from + v * LANES * 4);
-                    sums.add(weights, values, k);
+                    sums.add(weights, cells.values, k);
                 }
                 const int at = (g * SPANS + s) * PANEL + column;
                 UNROLL for (int r = 0; r < ROWS; r++) {
-                    const Floats scale = splat(x.scales[cells[r]]);
+                    const Floats scale = splat(cells.scale(r));
                     UNROLL for (int v = 0; v < VECTORS; v++) {
                         float* to = tile + r * PANEL + column + v * LANES;
                         const Floats weight_scale = load(wide.scales + at + v * LANES);
                         Floats total = multiply_add(to_floats(sums.total(r, v)) * scale, weight_scale, load(to));
                         if (MINIMUMS)
-                            total = multiply_add(splat(x.sums[2 * cells[r] + s]), load(wide.minimums + at + v * LANES), total);
+                            total = multiply_add(splat(cells.sum(r, s)), load(wide.minimums + at + v * LANES), total);
                         store(to, total);
                     }
                 }
@@ -249,6 +289,11 @@ template <int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS, Table TABLE
     // 32 registers hold the sums of four rows; elsewhere, and with AMX, more than two were not measured.
     static constexpr int DIRECT_ROWS = LANES == 16 && LLMBOX_BYTE_DOT && !LLMBOX_TILES ? 4 : 2;
     static constexpr size_t FAR_AHEAD = 6144;  // bytes; half or twice as many were slower by a tenth
+    // Up to so many rows each tile makes bytes of the codes in registers for itself. 0: not for this format, or not measured.
+    static constexpr int TILED_ROWS = DIRECT_ROWS < 4                            ? 0
+                                      : PARTS == Parts::BYTES                ? INT_MAX
+                                      : PARTS == Parts::SIGNED && BITS == 6 ? 32
+                                                                             : 0;
 
     const QuantLinear& linear;
     const BlockLayout layout;
@@ -263,6 +308,8 @@ template <int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS, Table TABLE
             if (rows == 3) return multiply_units<3>(unit, row, tile);
             if (rows == 4) return multiply_units<4>(unit, row, tile);
         }
+        if constexpr (TILED_ROWS > 0)
+            if (rows <= TILED_ROWS) return multiply_tiled(unit, row, rows, tile);
         const WideBlocks wide(memory);
         for (int first = 0; first < linear.groups; first += WideBlocks::GROUPS) {
             const int groups = std::min(WideBlocks::GROUPS, linear.groups - first);
@@ -288,6 +335,24 @@ private:
         const size_t step = round_up(ceil_div(static_cast<int>(layout.unit_bytes), GROUPS), 64);
         for (int first = 0; first < linear.groups; first += GROUPS, unit += layout.unit_bytes)
             multiply_unit<BITS, Dot, SPAN, MINIMUMS, PARTS, TABLE, ROWS>(layout, unit, first, x, row, tile, {unit + FAR_AHEAD, step});
+    }
+
+    void multiply_tiled(const uint8_t* unit, int row, int rows, float* tile) const {
+        constexpr int GROUPS = BLOCK_UNIT / BLOCK_GROUP, HIGHEST = 2 * ROW_TILE;
+        const int tiles = ceil_div(rows, HIGHEST);
+        const size_t step = round_up(ceil_div(static_cast<int>(layout.unit_bytes), GROUPS * tiles), 64);
+        [&]<int... LESS>(std::integer_sequence<int, LESS...>) {
+            static constexpr decltype(&multiply_unit_tile<BITS, Dot, SPAN, MINIMUMS, PARTS, TABLE, 1>) TILES[] = {
+                &multiply_unit_tile<BITS, Dot, SPAN, MINIMUMS, PARTS, TABLE, 5 + LESS>...};
+            for (int first = 0; first < linear.groups; first += GROUPS, unit += layout.unit_bytes) {
+                const uint8_t *coming = unit + std::max(FAR_AHEAD, layout.unit_bytes), *end = coming + layout.unit_bytes;
+                for (int r = 0; r < rows; coming += step * GROUPS) {
+                    const int tile_rows = next_tile(rows - r, HIGHEST);
+                    TILES[tile_rows - 5](layout, unit, first, x, row + r, tile + r * PANEL, {coming, coming < end ? step : 0});
+                    r += tile_rows;
+                }
+            }
+        }(std::make_integer_sequence<int, HIGHEST - 4>());
     }
 
     // Returns the unit behind these groups.

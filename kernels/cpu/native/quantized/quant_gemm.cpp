@@ -27,15 +27,20 @@ public:
             return with_words(linear_, panel, span, rows_, row, rows, tile, member);
         }
 #endif
+        const int in_registers = linear_.group == 32 ? WIDEN_SHORT_ROWS : WIDEN_ROWS;
         if (linear_.bits == 8) multiply_slices<8>(panel, span, row, rows, tile, nullptr);
-        else if (rows <= WIDEN_ROWS && linear_.is_e2m1()) multiply_slices<FP4>(panel, span, row, rows, tile, nullptr);
-        else if (rows <= WIDEN_ROWS && linear_.is_plain4()) {
+        else if (rows <= in_registers && linear_.is_e2m1()) multiply_slices<FP4>(panel, span, row, rows, tile, nullptr);
+        else if (rows <= in_registers && linear_.is_plain4()) {
             if (linear_.has_zeros() && rows > linear_.group / INPUTS_A_ROW)
                 multiply_slices<ZEROS4>(panel, span, row, rows, tile, nullptr);
             else multiply_slices<PLAIN4>(panel, span, row, rows, tile, nullptr);
         }
         else if (rows <= WIDEN_ROWS) multiply_slices<4>(panel, span, row, rows, tile, nullptr);
-        else multiply_slices<8>(panel, span, row, rows, tile, member.spare.take<uint8_t>(SLICE * PANEL));
+        else {
+            auto* widened = member.spare.take<uint8_t>(SLICE * PANEL);
+            if (linear_.is_plain4()) multiply_slices<SMALL8>(panel, span, row, rows, tile, widened);
+            else multiply_slices<8>(panel, span, row, rows, tile, widened);
+        }
     }
 
 private:
@@ -43,16 +48,19 @@ private:
     static_assert(SLICE >= MAX_GROUP);
     // int4: more rows than these find a slice widened in memory, fewer widen it as they load it.
     static constexpr int WIDEN_ROWS = WIDENED_TILE;
+    // For groups of 32, of which several such tiles make bytes.
+    static constexpr int WIDEN_SHORT_ROWS = WIDENED_TILE > ROW_TILE ? 64 : WIDENED_TILE;
+    static constexpr int SHORT_FROM = LANES == 16 && LLMBOX_BYTE_DOT ? 5 : 1;  // rows of numbers as they are stored
     static constexpr int TILES_FROM = 7;  // with AMX
     // None is widened in memory then, where INT8_FLIP is not what the vectors need.
     static_assert(!LLMBOX_TILES || TILES_FROM <= WIDEN_ROWS + 1);
     // Up to one row for so many inputs of a group takes zeros off its sum. For more they are taken off the weights.
     static constexpr int INPUTS_A_ROW = 8;
 
-    // BITS are those of the codes that are multiplied: 8 also for int4 that goes through `widened`.
+    // BITS are those of the codes that are multiplied: 8 or SMALL8 also for int4 that goes through `widened`.
     template <int BITS>
     void multiply_slices(int panel, GroupSpan span, int row, int rows, float* tile, uint8_t* widened) const {
-        const int highest = BITS == 8 ? ROW_TILE : WIDENED_TILE;
+        const int highest = Codes<BITS>::WORDS == 1 ? ROW_TILE : WIDENED_TILE;
         const int tiles = ceil_div(rows, highest), slice = SLICE / linear_.group;
         for (int g = span.begin; g < span.end; g += slice) {
             const uint8_t* at = linear_.at(panel, g);
@@ -61,7 +69,7 @@ private:
             const uint8_t *coming = at + std::max(AHEAD, bytes), *end = coming + bytes;
             Groups groups{at + linear_.codes_offset, at, Offsets4(linear_, at), linear_.group_bytes,
                           linear_.group_bytes, g, count};
-            if (linear_.has_zeros() && BITS != PLAIN4) groups.times = OVER_ZERO;
+            if (linear_.has_zeros() && BITS != PLAIN4) groups.shift = OVER_ZERO_BITS;
             if (widened) {
                 groups.codes = widened;
                 groups.codes_step = static_cast<size_t>(linear_.group) * PANEL;
@@ -87,23 +95,13 @@ private:
 
     template <int BITS>
     void multiply_tile(int rows, const Groups& groups, int row, float* tile, Prefetch next) const {
-        switch (rows) {
-            case 1: return multiply_groups<BITS, 1>(groups, rows_, row, tile, next);
-            case 2: return multiply_groups<BITS, 2>(groups, rows_, row, tile, next);
-            case 3: return multiply_groups<BITS, 3>(groups, rows_, row, tile, next);
-            case 4: return multiply_groups<BITS, 4>(groups, rows_, row, tile, next);
-            case 5: return multiply_groups<BITS, 5>(groups, rows_, row, tile, next);
-            case 6: return multiply_groups<BITS, 6>(groups, rows_, row, tile, next);
-            default: break;
-        }
-        if constexpr (BITS != 8 && WIDENED_TILE > ROW_TILE) switch (rows) {
-            case 7: return multiply_groups<BITS, 7>(groups, rows_, row, tile, next);
-            case 8: return multiply_groups<BITS, 8>(groups, rows_, row, tile, next);
-            case 9: return multiply_groups<BITS, 9>(groups, rows_, row, tile, next);
-            case 10: return multiply_groups<BITS, 10>(groups, rows_, row, tile, next);
-            case 11: return multiply_groups<BITS, 11>(groups, rows_, row, tile, next);
-            default: return multiply_groups<BITS, 12>(groups, rows_, row, tile, next);
-        }
+        using Tile = decltype(&multiply_groups<BITS, 1>);
+        [&]<int... LESS>(std::integer_sequence<int, LESS...>) {
+            static constexpr Tile TILES[] = {&multiply_groups<BITS, LESS + 1>...};
+            static constexpr Tile SHORT_TILES[] = {&multiply_short_groups<BITS, LESS + 1>...};
+            const bool is_short = linear_.group == 32 && (BITS != PLAIN4 || rows >= SHORT_FROM);
+            (is_short ? SHORT_TILES : TILES)[rows - 1](groups, rows_, row, tile, next);
+        }(std::make_integer_sequence<int, Codes<BITS>::WORDS == 1 ? ROW_TILE : WIDENED_TILE>());
     }
 
     const QuantLinear& linear_;

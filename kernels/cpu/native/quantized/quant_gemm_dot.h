@@ -27,7 +27,7 @@ struct Groups {
     Offsets4 offsets;
     size_t codes_step, scales_step;  // to the next group; offsets lie with the scales
     int first, count;
-    int times = 1;  // what corrections are multiplied by
+    int shift = 0;  // of corrections, to the left
 };
 
 typedef uint16_t Halves __attribute__((vector_size(LANES * 4)));
@@ -139,7 +139,7 @@ INLINE void split_halves(const uint8_t* from, Words more, Words* to) {
     to[0] = (both & low) + more, to[1] = (both >> 4 & low) + more;
 }
 // What makes n - zero + 16 of n, for four inputs: no byte is below 0.
-constexpr int OVER_ZERO = 16;
+constexpr int OVER_ZERO_BITS = 4, OVER_ZERO = 1 << OVER_ZERO_BITS;
 INLINE Words above_zeros(const uint8_t* zeros) {
     return splat(OVER_ZERO * 0x01010101u) - lane_bytes(zeros) * splat(0x01010101u);
 }
@@ -187,7 +187,9 @@ INLINE void widen_group(const uint8_t* codes, Offsets4 offsets, int group, uint8
 
 // What one vector of memory holds of 16 (8, 4) outputs: a word of each in int8, two in int4 with steps and in what
 // templates call FP4, four bits of E2M1; PLAIN4, which are multiplied as n; and ZEROS4, as n - zero + 16.
-constexpr int FP4 = 3, PLAIN4 = 5, ZEROS4 = 6;
+// SMALL8 are bytes below 128, as the last two are when they are widened in memory.
+constexpr int FP4 = 3, PLAIN4 = 5, ZEROS4 = 6, SMALL8 = std::is_same_v<SmallBytes, Bytes> ? 8 : 9;
+template <int BITS> using DotOf = std::conditional_t<BITS == PLAIN4 || BITS == ZEROS4 || BITS == SMALL8, SmallBytes, Bytes>;
 template <int BITS> struct Codes;
 template <> struct Codes<FP4> {
     static constexpr int WORDS = 2;
@@ -199,6 +201,10 @@ template <> struct Codes<8> {
         to[0] = load_as<Words>(from);
         if (INT8_FLIP != Bytes::FLIP) to[0] ^= splat(0x80808080u);
     }
+};
+template <> struct Codes<9> {
+    static constexpr int WORDS = 1;
+    INLINE void load(const uint8_t* from, Words* to) const { to[0] = load_as<Words>(from); }
 };
 template <> struct Codes<PLAIN4> {
     static constexpr int WORDS = 2;
@@ -225,7 +231,7 @@ constexpr int WIDENED_TILE = LANES == 16 && LLMBOX_BYTE_DOT && !LLMBOX_TILES ? 2
 template <int BITS, int ROWS>
 NOINLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row, float* tile, Prefetch next) {
     constexpr int VECTORS = ROWS > ROW_TILE ? COLUMN_VECTORS / 2 : COLUMN_VECTORS, LOADED = Codes<BITS>::WORDS;
-    using Sums = ByteSums<Bytes, ROWS, VECTORS>;
+    using Sums = ByteSums<DotOf<BITS>, ROWS, VECTORS>;
     constexpr int WORDS = std::max(LOADED, Sums::WORDS);
     for (int i = 0; i < groups.count; i++) {
         // Of the rows; they may belong to two blocks.
@@ -250,7 +256,7 @@ NOINLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row,
                 }
             } else {
                 UNROLL for (int r = 0; r < ROWS; r++) {
-                    const Ints correction = splat_int(groups.times * x.corrections[cells[r]]);
+                    const Ints correction = splat_int(x.corrections[cells[r]] << groups.shift);
                     UNROLL for (int v = 0; v < VECTORS; v++) sums.begin(r, v, correction);
                 }
             }
@@ -293,6 +299,73 @@ NOINLINE void multiply_groups(const Groups& groups, const QuantRows& x, int row,
     }
 }
 
+// The same for groups of 32, where what each group takes besides its products is a large part: all of a group is one block
+// of code without a loop, whose rows are constants away from the first.
+template <int BITS, int ROWS>
+NOINLINE void multiply_short_groups(const Groups& groups, const QuantRows& x, int row, float* tile, Prefetch next) {
+    constexpr int VECTORS = ROWS > ROW_TILE ? COLUMN_VECTORS / 2 : COLUMN_VECTORS, LOADED = Codes<BITS>::WORDS, GROUP = 32;
+    using Sums = ByteSums<DotOf<BITS>, ROWS, VECTORS>;
+    constexpr int WORDS = std::max(LOADED, Sums::WORDS);
+    const uint8_t *codes_at = groups.codes, *scales_at = groups.scales, *zeros_at = groups.offsets.zeros;
+    const int shift = BITS == ZEROS4 ? OVER_ZERO_BITS : groups.shift;
+    for (int i = 0; i < groups.count; i++) {
+        const RowCells<ROWS> cells(x, row, groups.first + i);
+        const float* row_scales = x.scales + cells[0];
+        const int32_t* corrections = x.corrections + cells[0];
+        const int8_t* first = x.values + cells[0] * GROUP;
+        hide(first), hide(row_scales), hide(corrections);
+        const int8_t* values[ROWS];
+        UNROLL for (int r = 0; r < ROWS; r++) values[r] = first + cells.from_first(r) * GROUP;
+        for (int column = 0; column < PANEL; column += VECTORS * LANES) {
+            const uint8_t* from = codes_at + 4 * column;
+            Codes<BITS> codes[VECTORS];
+            Sums sums;
+            if constexpr (BITS == ZEROS4)
+                UNROLL for (int v = 0; v < VECTORS; v++) codes[v].more = above_zeros(zeros_at + column + v * LANES);
+            if (BITS == PLAIN4 && zeros_at) {
+                Words zero[VECTORS];
+                UNROLL for (int v = 0; v < VECTORS; v++) zero[v] = lane_bytes(zeros_at + column + v * LANES);
+                UNROLL for (int r = 0; r < ROWS; r++) {
+                    const Words sum = (Words)splat_int(corrections[cells.from_first(r)]);
+                    UNROLL for (int v = 0; v < VECTORS; v++) sums.begin(r, v, multiply_pairs(zero[v], sum));
+                }
+            } else {
+                UNROLL for (int r = 0; r < ROWS; r++) {
+                    Ints correction = splat_int(corrections[cells.from_first(r)]);
+                    if (BITS == ZEROS4 || BITS == 8 || BITS == SMALL8) hide(correction), correction = correction << shift;
+                    UNROLL for (int v = 0; v < VECTORS; v++) sums.begin(r, v, correction);
+                }
+            }
+            UNROLL for (int k = 0; k < GROUP; k += 4 * WORDS) {
+                Words weights[VECTORS][WORDS];
+                UNROLL for (int w = 0; w < WORDS; w += LOADED) {
+                    UNROLL for (int v = 0; v < VECTORS; v++) codes[v].load(from + v * LANES * 4, weights[v] + w);
+                    from += PANEL_STRIDE;
+                }
+                if (column == 0) {  // the first columns bring it all
+                    for (size_t offset = 0; offset < next.step * (WORDS / LOADED); offset += 64) prefetch_stream(next.at + offset);
+                    next.at += next.step * (WORDS / LOADED);
+                }
+                sums.add(weights, values, k);
+            }
+            const auto* scales = reinterpret_cast<const uint16_t*>(scales_at) + column;
+            Floats weight_scales[VECTORS];
+            UNROLL for (int v = 0; v < VECTORS; v++) weight_scales[v] = load_scales(scales + v * LANES, groups.offsets.e2m1);
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                const Floats scale = splat(row_scales[cells.from_first(r)]);
+                UNROLL for (int v = 0; v < VECTORS; v++) {
+                    float* to = tile + r * PANEL + column + v * LANES;
+                    store(to, multiply_add(to_floats(sums.total(r, v)) * scale, weight_scales[v], load(to)));
+                }
+            }
+        }
+        asm volatile("" ::: "memory");  // or the compiler keeps the tile on the stack, for want of registers
+        codes_at += groups.codes_step;
+        scales_at += groups.scales_step;
+        if (zeros_at) zeros_at += groups.scales_step;
+    }
+}
+
 // So few rows stream int8: sums stay in registers from group to group, and a line is requested for each that is read, where
 // several at once for later were a tenth slower on a Zen 5. Not with AMX, where it was not measured.
 constexpr int STREAMED_ROWS = LANES == 16 && LLMBOX_BYTE_DOT && !LLMBOX_TILES ? 4 : 0;
@@ -307,8 +380,7 @@ NOINLINE void stream_groups(const QuantLinear& linear, const uint8_t* from, Grou
         UNROLL for (int v = 0; v < VECTORS; v++) totals[r][v] = load(tile + r * PANEL + v * LANES);
     for (int g = span.begin; g < span.end; g++) {
         const auto* scales = reinterpret_cast<const uint16_t*>(from);
-        size_t cells[ROWS];
-        UNROLL for (int r = 0; r < ROWS; r++) cells[r] = x.cell(row + r, g);
+        const RowCells<ROWS> cells(x, row, g);
         Ints sums[ROWS][VECTORS];
         UNROLL for (int r = 0; r < ROWS; r++)
             UNROLL for (int v = 0; v < VECTORS; v++)

@@ -26,9 +26,13 @@ public:
         own.begin();
         const auto cells = member.share(step.rows * linear_.groups);
         for (int cell = cells.begin; cell < cells.end; cell++) {
-            const int begin = cell % linear_.groups * linear_.group;
-            const In* from = x_ + cell / linear_.groups * x_stride_ + begin;
-            const size_t to = rows.cell(cell / linear_.groups, cell % linear_.groups);
+            // Groups of 32 in the order of what is written: two of them share a cache line.
+            const bool by_groups = QuantRows::BLOCK == 1 && linear_.group == 32;
+            const int row = by_groups ? cell % step.rows : cell / linear_.groups;
+            const int g = by_groups ? cell / step.rows : cell % linear_.groups;
+            const int begin = g * linear_.group;
+            const In* from = x_ + row * x_stride_ + begin;
+            const size_t to = rows.cell(row, g);
             const int count = std::min(linear_.group, linear_.inputs - begin);
             if (const int32_t* order = linear_.order()) {
                 In gathered[MAX_GROUP];

@@ -5,15 +5,16 @@
 
 namespace llmbox {
 
-// Values, and for each row and group (a cell) the scale and what takes off the surplus of each weight. Rows lie in blocks
-// as high as a tile, group after group, so that tiles read memory in one direction.
+// Values, and for each row and group (a cell) the scale and what takes off the surplus of each weight. All rows of a group
+// lie behind each other, so that constants lead from a row of a tile to the next. With AMX rows lie in blocks as high as a
+// tile, group after group, so that tiles read memory in one direction.
 struct QuantRows {
     static constexpr int BLOCK = LLMBOX_TILES ? 16 : 1;
 
-    int8_t* values;  // [blocks][groups][BLOCK][group]
-    float* scales;   // [blocks][groups][BLOCK]
+    int8_t* values;  // [groups][rows][group]; with AMX [blocks][groups][BLOCK][group]
+    float* scales;   // [groups][rows]; with AMX [blocks][groups][BLOCK]
     int32_t* corrections;
-    int groups, group;
+    int rows, groups, group;
     int surplus = 0;  // of QuantLinear
     // For blocks of GGUF there are two of each, for the spans of a cell: what the surplus adds, and the sum of the row.
     int span = 0;
@@ -24,7 +25,7 @@ struct QuantRows {
         return static_cast<size_t>(round_up(rows, BLOCK)) * linear.groups * (linear.group + 8 + more);
     }
     QuantRows(uint8_t* memory, int rows, const QuantLinear& linear)
-        : groups(linear.groups), group(linear.group), surplus(linear.surplus()) {
+        : rows(rows), groups(linear.groups), group(linear.group), surplus(linear.surplus()) {
         const size_t cells = static_cast<size_t>(round_up(rows, BLOCK)) * groups;
         scales = reinterpret_cast<float*>(memory);
         corrections = reinterpret_cast<int32_t*>(memory + 4 * cells);
@@ -35,9 +36,21 @@ struct QuantRows {
         values += 12 * cells;
     }
     size_t cell(int row, int g) const {
+        if (BLOCK == 1) return static_cast<size_t>(g) * rows + row;
         return (static_cast<size_t>(row / BLOCK) * groups + g) * BLOCK + row % BLOCK;
     }
     QuantRows() = default;
+};
+
+// The cells of ROWS neighboring rows. With AMX they may belong to two blocks.
+template <int ROWS> struct RowCells {
+    size_t cells[LLMBOX_TILES ? ROWS : 1];
+
+    INLINE RowCells(const QuantRows& x, int row, int g) {
+        UNROLL for (int r = 0; r < (LLMBOX_TILES ? ROWS : 1); r++) cells[r] = x.cell(row + r, g);
+    }
+    INLINE size_t operator[](int r) const { return cells[0] + from_first(r); }
+    INLINE size_t from_first(int r) const { return LLMBOX_TILES ? cells[r] - cells[0] : r; }
 };
 
 // to[i] = x[order[i]], in stores of eight bytes: vectors that are loaded next do not wait for as many as there are numbers.

@@ -86,6 +86,20 @@ inline bool has_byte_products() {
 #define LLMBOX_BYTE_DOT 0
 #endif
 
+// Hides where a value comes from. The compiler then adds constants to a pointer, rather than keep a pointer for each sum,
+// and loads a vector of one number from memory, rather than through a register of integers.
+template <class T> INLINE void hide(const T*& pointer) { asm("" : "+r"(pointer)); }
+INLINE void hide([[maybe_unused]] Ints& vector) {
+#if defined(LLMBOX_TRACED)
+#elif defined(__aarch64__)
+    asm("" : "+w"(vector));
+#elif defined(__AVX512F__)
+    asm("" : "+v"(vector));
+#else
+    asm("" : "+x"(vector));
+#endif
+}
+
 INLINE Ints splat_int(int32_t x) { return x | Ints{}; }
 
 // A byte for each lane. Conversions of vectors by g++ 12 take many steps.
@@ -146,6 +160,25 @@ struct Bytes {
     }
 #endif
 };
+
+// Dot products with unsigned weights below 128, whose sums of two fit 16 bits. Exact as those of Bytes.
+#if defined(__AVX2__) && !(defined(__AVX512VNNI__) && defined(__AVX512BW__))
+struct SmallBytes {
+    using Row = Words;
+    static INLINE Row row(uint32_t word) { return splat(word); }
+    static INLINE void dot(Ints& sum, Words weights, Row row) {
+#if defined(__AVX512BW__)
+        const __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, (__m512i)row);
+        sum += (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#else
+        const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)row);
+        sum += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+    }
+};
+#else
+using SmallBytes = Bytes;
+#endif
 
 // The sums of ROWS rows of bytes by VECTORS vectors of outputs.
 template <class Dot, int ROWS, int VECTORS> struct ByteSums {
