@@ -126,6 +126,8 @@ def test_wrong_config_stops_every_start_with_exit_2(llmbox, tmp_path: Path):
         (["bench", "--prompt", "0"], Exit.USAGE),
         (["bench", "--requests", "-1"], Exit.USAGE),
         (["bench", "--url", "http://127.0.0.1:1/v1", "--concurrency", "1"], Exit.FAILED),
+        (["ps", "--data-dir", ""], Exit.USAGE),
+        (["ps", "--config="], Exit.USAGE),
         (["load", "x" * 300], Exit.FAILED),
         (["import", "x" * 300], Exit.FAILED),
         (["load", "./absent.gguf"], Exit.NOT_FOUND),
