@@ -42,10 +42,11 @@ from llmbox.app.cli.root import main
 main()
 """
 COMPLETIONS = {
-    "bash": "bash-completion/completions/llmbox",
-    "zsh": "zsh/vendor-completions/_llmbox",
-    "fish": "fish/vendor_completions.d/llmbox.fish",
+    "bash": "share/bash-completion/completions/llmbox",
+    "zsh": "zsh/_llmbox",
+    "fish": "share/fish/vendor_completions.d/llmbox.fish",
 }
+"""Files of the stage. Debian and Fedora keep zsh's in different folders: nfpm.yaml has both."""
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Names of nfpm for `platform.machine()`."""
 CROSS_COMPILERS = {"aarch64": "aarch64-linux-gnu-g++"}
@@ -69,7 +70,7 @@ def build_release(out: Path, python: Path, homepage: str = "", extra: Iterable[s
     with tempfile.TemporaryDirectory(prefix="llmbox-release-") as folder:
         stage = Path(folder)
         make_environment(stage, wheel, python, extra)
-        make_shared_files(stage / "share")
+        make_shared_files(stage)
         _pack_man_pages(stage / "share" / "man", out / f"llmbox-{__version__}-man.tar.gz")
         for kind in ("deb", "rpm"):
             make_package(kind, stage, python_version(python), out, homepage)
@@ -132,13 +133,14 @@ def make_environment(stage: Path, wheel: Path, python: Path, extra: Iterable[str
     _run(inside, "-m", "compileall", *options, home / "lib", check=False)
 
 
-def make_shared_files(share: Path) -> None:
+def make_shared_files(stage: Path) -> None:
     """Write man pages, completions, the license and the changes as they lie under /usr/share."""
+    share = stage / "share"
     for page in write_pages(share / "man" / "man1"):
         page.with_name(f"{page.name}.gz").write_bytes(gzip.compress(page.read_bytes(), mtime=0))
         page.unlink()
     for shell, name in COMPLETIONS.items():
-        path = share / name
+        path = stage / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_run(sys.executable, "-P", "-m", "llmbox", "completion", shell))
     texts = share / "doc" / "llmbox"

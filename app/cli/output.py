@@ -81,6 +81,7 @@ def write_json(schema: str, data: Mapping[str, Any]) -> None:
     """Write one JSON object. `schema` is a name with a version, such as `llmbox.ps/1`, raised when a field
     changes its meaning.
     """
+    assert "schema" not in data, f"{schema}: the field names the kind of object"
     write(json.dumps({"schema": f"llmbox.{schema}/1", **data}, ensure_ascii=False))
 
 

@@ -3,6 +3,7 @@ lines on stderr and an exit code.
 """
 
 import errno
+import io
 import os
 import re
 import sys
@@ -238,6 +239,9 @@ def cli(context: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None, program: Program | None = None) -> None:
     """Run the command and exit the process with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
+            stream.reconfigure(errors="replace")  # a bar or an answer in letters that this locale lacks
     sys.exit(run(arguments, program or Program()))
 
 

@@ -143,6 +143,15 @@ def _set_config(context: click.Context, _parameter: click.Parameter, value: Path
         context.ensure_object(Program).config = value
 
 
+class LocationPath(click.Path):
+    """Path that is not empty: `--data-dir "$UNSET"` would keep everything in the working directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not str(value):
+            self.fail("it is empty.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def location_options(*, from_environment: bool = False) -> list[click.Option]:
     """Build the options that say where files are. They are accepted before and after the command's name; the
     environment counts once, before it.
@@ -151,7 +160,7 @@ def location_options(*, from_environment: bool = False) -> list[click.Option]:
         click.Option(
             ["--data-dir"],
             envvar="LLMBOX_DATA_DIR" if from_environment else None,
-            type=click.Path(path_type=Path, file_okay=False),
+            type=LocationPath(path_type=Path, file_okay=False),
             expose_value=False,
             is_eager=True,
             callback=_set_data_dir,
@@ -161,7 +170,7 @@ def location_options(*, from_environment: bool = False) -> list[click.Option]:
         click.Option(
             ["--config"],
             envvar="LLMBOX_CONFIG" if from_environment else None,
-            type=click.Path(path_type=Path, dir_okay=False),
+            type=LocationPath(path_type=Path, dir_okay=False),
             expose_value=False,
             is_eager=True,
             callback=_set_config,

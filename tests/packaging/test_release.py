@@ -43,7 +43,7 @@ def stage(release, tmp_path_factory) -> Path:
     build = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, PACKAGING.parent)
     run(*build, LLMBOX_WHEEL_KERNELS="none")
     release.make_environment(folder / "stage", next(folder.glob("*.whl")), SYSTEM_PYTHON, ["--no-deps"])
-    release.make_shared_files(folder / "stage" / "share")
+    release.make_shared_files(folder / "stage")
     return folder / "stage"
 
 
@@ -89,6 +89,8 @@ def test_a_deb_holds_the_program_its_pages_and_completions(release, stage, tmp_p
     assert (root / "usr/share/man/man1/llmbox-pull.1.gz").is_file()
     assert (root / "usr/share/doc/llmbox/changelog.gz").is_file()
     assert "_LLMBOX_COMPLETE" in (root / "usr/share/bash-completion/completions/llmbox").read_text()
+    assert [each.name for each in root.glob("usr/share/zsh/*/_llmbox")] == ["_llmbox"]
+    assert (root / "usr/share/zsh/vendor-completions/_llmbox").is_file()
     assert "remove" in (root / "DEBIAN/prerm").read_text()
     # Dependencies are ours here; the program and its interpreter are the package's.
     program = (root / "opt/llmbox/bin/python3", root / "opt/llmbox/bin/llmbox", "--version")
@@ -105,7 +107,10 @@ def test_no_file_of_the_environment_names_the_folder_it_was_made_in(stage):
 def test_an_rpm_is_for_the_python_it_was_made_with(release, stage, tmp_path):
     release.make_package("rpm", stage, release.python_version(SYSTEM_PYTHON), tmp_path)
     (package,) = tmp_path.glob("*.rpm")
-    assert b"python(abi)" in package.read_bytes()
+    header = package.read_bytes()
+    assert b"python(abi)" in header
+    assert b"/usr/share/zsh/site-functions/" in header
+    assert b"vendor-completions" not in header
 
 
 def test_without_a_cross_compiler_the_release_says_how_to_get_one(release, tmp_path, monkeypatch):

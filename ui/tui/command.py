@@ -176,17 +176,20 @@ def _run(api: "Api", file: Path, theme: str | None, source: str, url: str, *, re
                 Exit.USAGE,
             )
         remember_choice(file, theme)
-    is_plain = os.environ.get("TERM") == "dumb"
     Dashboard(
         api,
         read_only=read_only or source == "replay",
-        ascii_only=is_plain or "utf" not in (sys.stdout.encoding or "").lower(),
+        ascii_only=_is_ascii(),
         source=source,
         url=url,
         once=source == "replay",
         theme=theme or read_choice(file),
         remember=lambda name: remember_choice(file, name),
     ).run()
+
+
+def _is_ascii() -> bool:
+    return os.environ.get("TERM") == "dumb" or "utf" not in (sys.stdout.encoding or "").lower()
 
 
 def _print_once(api: "Api", *, as_json: bool) -> None:
@@ -196,8 +199,7 @@ def _print_once(api: "Api", *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(snapshot_json(state) + "\n")
         return
-    is_ascii = "utf" not in (sys.stdout.encoding or "").lower()
-    for line in snapshot_lines(state, ascii_only=is_ascii):
+    for line in snapshot_lines(state, ascii_only=_is_ascii()):
         sys.stdout.write(line + "\n")
 
 

@@ -184,7 +184,8 @@ def check(program: Program, *, as_json: bool, quiet: bool) -> int:
     """Check the whole file for damage; exit 8 when it is damaged."""
     state = examine(_present(program))
     if as_json:
-        output.write_json("db", asdict(state))
+        fields = asdict(state)
+        output.write_json("db", {"revision": fields.pop("schema"), **fields})
     elif not quiet:
         _print(state)
     return Exit.OK if state.sound else Exit.INTEGRITY

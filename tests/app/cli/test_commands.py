@@ -1,6 +1,9 @@
 """Commands that need no daemon, run in this process."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,6 +129,8 @@ def test_wrong_config_stops_every_start_with_exit_2(llmbox, tmp_path: Path):
         (["bench", "--prompt", "0"], Exit.USAGE),
         (["bench", "--requests", "-1"], Exit.USAGE),
         (["bench", "--url", "http://127.0.0.1:1/v1", "--concurrency", "1"], Exit.FAILED),
+        (["ps", "--data-dir", ""], Exit.USAGE),
+        (["ps", "--config="], Exit.USAGE),
         (["load", "x" * 300], Exit.FAILED),
         (["import", "x" * 300], Exit.FAILED),
         (["load", "./absent.gguf"], Exit.NOT_FOUND),
@@ -155,6 +160,20 @@ def test_a_bad_value_names_its_key_once(llmbox):
     assert (
         llmbox("config", "set", "server.port", "x")[2].splitlines()[0] == "Error: bad value for server.port"
     )
+
+
+def test_letters_that_a_locale_lacks_are_replaced(llmbox, tmp_path: Path):
+    assert llmbox("config", "set", "usage.currency", "\u20ac")[0] == 0
+    command = [sys.executable, "-P", "-m", "llmbox", "--data-dir", tmp_path / "data"]
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [*command, "config", "get", "usage.currency"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "?\n", "")
 
 
 def test_values_of_a_fit_stand_below_each_other(llmbox):

@@ -39,7 +39,8 @@ def store(tmp_path: Path) -> Path:
 
 def test_check_backup_vacuum_and_migrate(call: Call, store: Path, tmp_path: Path):
     told = json.loads(call("db", "check", "--json").out)
-    assert told["schema"] != told["newest_schema"] or told["sound"]
+    assert told["schema"] == "llmbox.db/1"
+    assert told["revision"] == told["newest_schema"]
     assert told["sound"]
     copy = tmp_path / "copy.db"
     assert call("db", "backup", copy).out.strip() == str(copy)

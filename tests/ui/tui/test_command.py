@@ -144,6 +144,8 @@ def test_a_daemon_under_load_in_a_real_terminal(box: Box, terminal, tmp_path):
     plain = box.run("top", "--once").out
     assert "2 in flight" in plain
     assert "\x1b" not in plain
+    assert plain.isascii()  # TERM=dumb
+    assert "█" in box.run("top", "--once", TERM="xterm").out
     child.press("\x1b[<0;36;1M\x1b[<0;36;1m")  # a click on the third tab
     until(lambda: "in memory" in child.text)
     child.press("7")
