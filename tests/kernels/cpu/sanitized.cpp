@@ -9,6 +9,8 @@
 #include "moe/moe.cpp"
 #include "linear/linear.cpp"
 #include "threads/pool.cpp"
+#include "quantized/gguf_block_gemm.cpp"
+#include "quantized/quant_gemm.cpp"
 #include "quantized/quant_linear.cpp"
 #include "recurrent/recurrent.cpp"
 #include "sampling/sample.cpp"

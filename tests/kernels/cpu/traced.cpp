@@ -7,6 +7,8 @@
 
 #include "attention/attention.h"
 #include "elementwise.h"
+#include "quantized/gguf_block_gemm.cpp"
+#include "quantized/quant_gemm.cpp"
 #include "quantized/quant_linear.h"
 #include "recurrent/recurrent.h"
 #include "threads/pool.cpp"

@@ -1,11 +1,11 @@
 // Rows of x as the linears of experts multiply them: gathered, padded and quantized.
 //
-// Each kind has the products of gemm.h, gemm_amx.h and quant_linear.h, so a row's bits are those of the linear alone. The rows
+// Each kind has the products of gemm.h, gemm_amx.h and quant_gemm.h, so a row's bits are those of the linear alone. The rows
 // of an expert begin at a multiple of ALIGN. A row may be filled in parts, by several threads.
 #pragma once
 
 #include "linear/gemm_amx.h"
-#include "quantized/quant_linear.h"
+#include "quantized/quant_gemm.h"
 
 namespace llmbox {
 
@@ -53,9 +53,7 @@ public:
         quantize_group(from + begin, std::min(rows_.group, inputs - begin), rows_.cell(row, part), rows_);
     }
     void multiply(const QuantLinear& linear, int panel, int row, int rows, float* tile, Member& member) const {
-        QuantPanels panels(linear);
-        panels.take(rows_);
-        panels.multiply(panel, row, rows, tile, member);
+        multiply_quant_panel(linear, panel, rows_, row, rows, tile, member);
     }
 
 private:

@@ -176,6 +176,7 @@ INLINE Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes : no;
 // to odd, so that rounding to float32 is the only one that counts (Boldo and Melquiond, 2008).
 #if !defined(__AVX2__) && !defined(__FMA__) && !defined(__aarch64__)
 #define LLMBOX_FUSED 0
+#define FUNCTION_UNLESS_FUSED [[maybe_unused]] static NOINLINE
 typedef float HalfFloats __attribute__((vector_size(LANES * 2)));
 typedef double Doubles __attribute__((vector_size(LANES * 4)));
 typedef int64_t Longs __attribute__((vector_size(LANES * 4)));
@@ -189,10 +190,11 @@ INLINE HalfFloats fused_half(HalfFloats a, HalfFloats b, HalfFloats c) {
 }
 #else
 #define LLMBOX_FUSED 1
+#define FUNCTION_UNLESS_FUSED INLINE
 #endif
 
 // a * b + c, rounded once.
-INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+INLINE Floats multiply_add_inline(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
@@ -208,7 +210,13 @@ INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
     return load_as<Floats>(parts[0]);
 #endif
 }
-#endif  // not traced
+// Some sixty instructions where the CPU has none for it: they are inlined into the polynomials below, and called elsewhere.
+// At each place they took most of the time of the compile.
+FUNCTION_UNLESS_FUSED Floats multiply_add(Floats a, Floats b, Floats c) { return multiply_add_inline(a, b, c); }
+#else
+#define FUNCTION_UNLESS_FUSED INLINE
+INLINE Floats multiply_add_inline(Floats a, Floats b, Floats c) { return multiply_add(a, b, c); }
+#endif
 
 // a * b + c, rounded once where the hardware can: for sums of float weights, which would take many times as long.
 INLINE Floats multiply_add_loosely(Floats a, Floats b, Floats c) { return LLMBOX_FUSED ? multiply_add(a, b, c) : a * b + c; }
@@ -308,39 +316,39 @@ template <class In> INLINE Range range_of(const In* x, int count) {
 
 // e^x for x <= 0, relative error below 2e-7; 0 below -87, NaN for NaN.
 // 2^t = 2^n * 2^f with n = round(t): adding 1.5 * 2^23 leaves n in the low bits of the sum.
-INLINE Floats exp_negative(Floats x) {
+FUNCTION_UNLESS_FUSED Floats exp_negative(Floats x) {
     const Floats shift = splat(12582912.f), lowest = splat(-87.f);
     Floats t = max(x, lowest) * splat(1.44269504f);
     Floats shifted = t + shift;
     Ints n = (Ints)shifted - (Ints)shift;
     Floats f = t - (shifted - shift);
     Floats p = splat(1.535336188319500e-4f);
-    p = multiply_add(p, f, splat(1.339887440266574e-3f));
-    p = multiply_add(p, f, splat(9.618437357674640e-3f));
-    p = multiply_add(p, f, splat(5.550332471162809e-2f));
-    p = multiply_add(p, f, splat(2.402264791363012e-1f));
-    p = multiply_add(p, f, splat(6.931472028550421e-1f));
-    p = multiply_add(p, f, splat(1.f));
+    p = multiply_add_inline(p, f, splat(1.339887440266574e-3f));
+    p = multiply_add_inline(p, f, splat(9.618437357674640e-3f));
+    p = multiply_add_inline(p, f, splat(5.550332471162809e-2f));
+    p = multiply_add_inline(p, f, splat(2.402264791363012e-1f));
+    p = multiply_add_inline(p, f, splat(6.931472028550421e-1f));
+    p = multiply_add_inline(p, f, splat(1.f));
     Floats result = (Floats)((Ints)p + (n << 23));
     result = select(x < lowest, splat(0.f), result);
     return select(x == x, result, x);
 }
 
 // Relative error below 1e-6; NaN for NaN. Near 0 a series: 1 - e^-2|x| would lose what is small.
-INLINE Floats tanh(Floats x) {
+FUNCTION_UNLESS_FUSED Floats tanh(Floats x) {
     const Floats size = abs(x), e = exp_negative(size * splat(-2.f)), one = splat(1.f);
     const Words sign = (Words)x & splat(0x80000000u);
     const Floats far = (Floats)((Words)((one - e) / (one + e)) | sign);
     const Floats square = x * x;
     Floats p = splat(2.18694885e-2f);
-    p = multiply_add(p, square, splat(-5.39682540e-2f));
-    p = multiply_add(p, square, splat(1.33333333e-1f));
-    p = multiply_add(p, square, splat(-3.33333333e-1f));
-    return select(size < splat(0.25f), multiply_add(p * square, x, x), far);
+    p = multiply_add_inline(p, square, splat(-5.39682540e-2f));
+    p = multiply_add_inline(p, square, splat(1.33333333e-1f));
+    p = multiply_add_inline(p, square, splat(-3.33333333e-1f));
+    return select(size < splat(0.25f), multiply_add_inline(p * square, x, x), far);
 }
 
 // 2^x, relative error below 2e-7; 0 for -infinity, NaN for NaN. Others compute what two instructions of AVX-512 do.
-INLINE Floats power_of_two(Floats x) {
+FUNCTION_UNLESS_FUSED Floats power_of_two(Floats x) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
     const Floats f = (Floats)_mm512_reduce_ps((__m512)x, 9);  // above the integer below x; rounded down
 #else
@@ -355,11 +363,11 @@ INLINE Floats power_of_two(Floats x) {
     f = select(f + whole > x, (Floats)((Ints)f - 1), f);  // between -0.5 and 0 it is not exact
 #endif
     Floats p = splat(1.87757667e-3f);
-    p = multiply_add(p, f, splat(8.98934009e-3f));
-    p = multiply_add(p, f, splat(5.58263181e-2f));
-    p = multiply_add(p, f, splat(2.40153617e-1f));
-    p = multiply_add(p, f, splat(6.93153073e-1f));
-    p = multiply_add(p, f, splat(9.99999925e-1f));
+    p = multiply_add_inline(p, f, splat(8.98934009e-3f));
+    p = multiply_add_inline(p, f, splat(5.58263181e-2f));
+    p = multiply_add_inline(p, f, splat(2.40153617e-1f));
+    p = multiply_add_inline(p, f, splat(6.93153073e-1f));
+    p = multiply_add_inline(p, f, splat(9.99999925e-1f));
 #if defined(__AVX512F__) && defined(__AVX512BW__)
     return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
@@ -370,11 +378,11 @@ INLINE Floats power_of_two(Floats x) {
 }
 
 // ln(1 + x) for 0 <= x <= 1, relative error below 3e-7: twice the inverse hyperbolic tangent of x / (2 + x).
-INLINE Floats log_one_plus(Floats x) {
+FUNCTION_UNLESS_FUSED Floats log_one_plus(Floats x) {
     const Floats z = x / (splat(2.f) + x), square = z * z;
     Floats p = splat(1.f / 13);
-    for (const float factor : {1.f / 11, 1.f / 9, 1.f / 7, 1.f / 5, 1.f / 3}) p = multiply_add(p, square, splat(factor));
-    return multiply_add(p * square, z + z, z + z);
+    for (const float factor : {1.f / 11, 1.f / 9, 1.f / 7, 1.f / 5, 1.f / 3}) p = multiply_add_inline(p, square, splat(factor));
+    return multiply_add_inline(p * square, z + z, z + z);
 }
 
 // ln(1 + e^x); NaN for NaN.

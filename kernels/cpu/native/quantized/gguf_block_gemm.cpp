@@ -2,9 +2,7 @@
 //
 // Few rows stream a panel, whose codes become bytes in registers. For more rows a slice of eight groups of 32 inputs
 // becomes bytes and float32 scales in the L1 cache first, and all rows visit it there. Both give the same bits.
-#pragma once
-
-#include "quantized/quantize_activations.h"
+#include "quantized/quant_gemm.h"
 
 namespace llmbox {
 
@@ -234,6 +232,18 @@ INLINE void multiply_wide(const WideBlocks& wide, int first, int groups, const Q
     }
 }
 
+// Formats with the same products share this code.
+template <class Dot, int SPAN, bool MINIMUMS>
+NOINLINE void multiply_wide_blocks(const WideBlocks& wide, int first, int groups, const QuantRows& x, int row, int rows,
+                                 float* tile, Prefetch next) {
+    switch (rows) {
+        case 3: return multiply_wide<Dot, SPAN, MINIMUMS, 3>(wide, first, groups, x, row, tile, next);
+        case 4: return multiply_wide<Dot, SPAN, MINIMUMS, 4>(wide, first, groups, x, row, tile, next);
+        case 5: return multiply_wide<Dot, SPAN, MINIMUMS, 5>(wide, first, groups, x, row, tile, next);
+        default: return multiply_wide<Dot, SPAN, MINIMUMS, 6>(wide, first, groups, x, row, tile, next);
+    }
+}
+
 // Rounded rows times a panel of blocks of one format.
 template <int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS, Table TABLE> struct BlockPanel {
     // 32 registers hold the sums of four rows; elsewhere, and with AMX, more than two were not measured.
@@ -265,7 +275,7 @@ template <int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS, Table TABLE
             for (int r = 0; r < rows;) {
                 const int tile_rows = next_tile(rows - r);
                 const Prefetch next = {coming, coming < end ? step : 0};
-                multiply_rows(wide, first, groups, tile_rows, row + r, tile + r * PANEL, next);
+                multiply_wide_blocks<Dot, SPAN, MINIMUMS>(wide, first, groups, x, row + r, tile_rows, tile + r * PANEL, next);
                 coming += step * groups;
                 r += tile_rows;
             }
@@ -298,18 +308,10 @@ private:
         return unit;
     }
 
-    void multiply_rows(const WideBlocks& wide, int first, int groups, int rows, int row, float* tile, Prefetch next) const {
-        switch (rows) {
-            case 3: return multiply_wide<Dot, SPAN, MINIMUMS, 3>(wide, first, groups, x, row, tile, next);
-            case 4: return multiply_wide<Dot, SPAN, MINIMUMS, 4>(wide, first, groups, x, row, tile, next);
-            case 5: return multiply_wide<Dot, SPAN, MINIMUMS, 5>(wide, first, groups, x, row, tile, next);
-            default: return multiply_wide<Dot, SPAN, MINIMUMS, 6>(wide, first, groups, x, row, tile, next);
-        }
-    }
 };
 
-inline void multiply_blocks(const QuantLinear& linear, int panel, const QuantRows& x, int row, int rows, float* tile,
-                            uint8_t* memory) {
+void multiply_blocks(const QuantLinear& linear, int panel, const QuantRows& x, int row, int rows, float* tile, Member& member) {
+    uint8_t* memory = member.spare.take<uint8_t>(WideBlocks::BYTES);
     const auto with = [&]<int BITS, class Dot, int SPAN, bool MINIMUMS, Parts PARTS, Table TABLE = Table::NONE>() {
         const BlockPanel<BITS, Dot, SPAN, MINIMUMS, PARTS, TABLE> blocks{linear, linear.blocks(), x};
         blocks.multiply(panel, row, rows, tile, memory);
