@@ -16,7 +16,7 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.sampling_params import SamplingParams
 from support.clock import Clock
-from support.engines import kill, read_all, request, until
+from support.engines import ForkedEngines, kill, read_all, request, until
 from support.tiny_models import make_tiny_model
 
 pytestmark = [
@@ -43,7 +43,7 @@ async def ask(supervisor: Supervisor, turn: str, while_it_runs=None) -> list[lis
 async def test_whichever_engine_is_killed_the_tokens_are_those_of_one(tmp_path):
     make_tiny_model(tmp_path)
     one = EngineConfig(model_path=str(tmp_path), name="tiny", device="cpu", memory_bytes=512 << 20, threads=1)
-    single = Supervisor(one)
+    single = Supervisor(one, SupervisorOptions(spares=ForkedEngines()))
     try:
         await single.start()
         expected = await ask(single, "alone")
@@ -53,7 +53,7 @@ async def test_whichever_engine_is_killed_the_tokens_are_those_of_one(tmp_path):
 
     pair = Supervisor(
         replace(one, threads=None, disaggregate=(1, 1)),
-        SupervisorOptions(deaths=RestartLimits(pauses=(0.0,))),
+        SupervisorOptions(spares=ForkedEngines(), deaths=RestartLimits(pauses=(0.0,))),
     )
 
     async def kill_prefill(streams):
@@ -89,7 +89,7 @@ async def test_a_prefill_engine_that_dies_with_half_of_the_kv_handed_over_loses_
     make_tiny_model(tmp_path)
     options = {"device": "cpu", "memory_bytes": 512 << 20, "token_budget": 16, "disaggregate": (1, 1)}
     config = EngineConfig(model_path=str(tmp_path), name="tiny", **options)
-    pair = Supervisor(config, SupervisorOptions(deaths=RestartLimits(pauses=(0.0,))))
+    pair = Supervisor(config, SupervisorOptions(spares=ForkedEngines(), deaths=RestartLimits(pauses=(0.0,))))
     missing = sum(70 + 15 * number for number in range(8))
     handed = []
 
@@ -120,7 +120,7 @@ async def test_one_engine_becomes_a_pair_and_one_again_with_the_same_tokens(tmp_
     auto = EngineConfig(
         model_path=str(tmp_path), name="tiny", device="cpu", memory_bytes=512 << 20, auto_disaggregate=True
     )
-    subject = Supervisor(auto, SupervisorOptions(clock=clock))
+    subject = Supervisor(auto, SupervisorOptions(spares=ForkedEngines(), clock=clock))
     uneven = Interference(mixed_steps=100, mixed_seconds=10.0, decode_steps=1000, decode_seconds=20.0, rows=1)
 
     async def wait_too_long(streams):

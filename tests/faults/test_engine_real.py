@@ -13,7 +13,7 @@ from llmbox.engine.ipc.messages import AddRequest, Vocabulary
 from llmbox.engine.ipc.spawn import Launch
 from llmbox.engine.sampling_params import SamplingParams
 from support.cpu_quota import cpu_quota
-from support.engines import kill, read_all, request, until
+from support.engines import ForkedEngines, kill, read_all, request, until
 from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ async def test_what_no_engine_can_compute_ends_alone(tmp_path):
     config = EngineConfig(
         model_path=str(tmp_path), name="tiny", device="cpu", memory_bytes=256 << 20, threads=1
     )
-    supervisor = Supervisor(config)
+    supervisor = Supervisor(config, SupervisorOptions(spares=ForkedEngines()))
     good = SamplingParams(max_tokens=4)
     wrong = [
         *({"prompt_ids": ids} for ids in ([], [-1], [10**6], [2**63])),
@@ -66,7 +66,7 @@ async def test_killed_in_mid_stream_the_tokens_are_the_same(tmp_path, quant):
     spares = PrewarmedProcess(Launch(), keep=quant != "none")  # forked, or both started as usual
     options = SupervisorOptions(spares=spares, deaths=RestartLimits(pauses=(0.0,)))
     supervisor = Supervisor(config, options)
-    apart = Supervisor(config)
+    apart = Supervisor(config, SupervisorOptions(spares=ForkedEngines()))
     try:
         await supervisor.start()
         await apart.start()

@@ -30,7 +30,7 @@ from llmbox.engine.kv_store import usage
 from llmbox.engine.sampling_params import SamplingParams
 from llmbox.kernels.cpu.isa import KERNEL_CACHE
 from support.cli_box import PATIENCE, until
-from support.engines import kill, read_all
+from support.engines import ForkedEngines, kill, read_all
 from support.engines import until as until_true
 from support.tiny_models import make_tiny_model
 
@@ -51,7 +51,8 @@ async def test_a_killed_engine_computes_no_prompt_of_its_streams_again(
     options: dict[str, Any] = {"device": "cpu", "memory_bytes": 256 << 20, "threads": 1, **ranks}
     config = EngineConfig(model_path=str(tmp_path / "model"), name="tiny", **options)
     launch = Launch(env=usage.cache_variables(tmp_path / "kv", 1 << 30, 1.0))
-    supervisor = Supervisor(config, SupervisorOptions(launch=launch, deaths=RestartLimits(pauses=(0.0,))))
+    forked = SupervisorOptions(spares=ForkedEngines(launch), deaths=RestartLimits(pauses=(0.0,)))
+    supervisor = Supervisor(config, forked)
     apart = Supervisor(config)
     try:
         await apart.start()

@@ -1,4 +1,4 @@
-"""Supervised fake engines for tests: start one, open streams, know what they must give."""
+"""Supervised engines for tests: start one, fake or real, open streams, know what they must give."""
 
 import asyncio
 import os
@@ -8,13 +8,44 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from llmbox.app.engines.engine_process import SupervisorOptions
+from llmbox.app.engines.engine_process import PrewarmedProcess, SupervisorOptions
 from llmbox.app.engines.request_journal import TokenStream
 from llmbox.app.engines.supervisor import Supervisor
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.hardware.proc import can_fork
 from llmbox.engine.ipc.messages import AddRequest, RequestOutput
+from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess
 from llmbox.engine.sampling_params import SamplingParams
 from support.fake_engine import GO_FILE, expected_tokens, fake_launch, write_model
+
+
+class ForkedEngines(PrewarmedProcess):
+    """Real engines of `launch` from one fork server for all tests of this process, as a daemon forks those of
+    all its models: importing torch takes longer than most of what such an engine computes.
+    """
+
+    def __init__(self, launch: Launch | None = None) -> None:
+        self._own = launch or Launch()
+        super().__init__(self._own, keep=False)
+
+    async def take(self) -> SpawnedProcess:
+        if not can_fork():
+            return await super().take()
+        return await asyncio.to_thread(_fork_server(self._own).fork)
+
+
+_servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
+
+
+def _fork_server(launch: Launch) -> ForkServer:
+    """Return the server of this launch and environment. Only the last one is kept."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    key = frozenset((environ | dict(launch.env)).items())
+    if key not in _servers:
+        while _servers:
+            _servers.popitem()[1].close()
+        _servers[key] = ForkServer(launch)
+    return _servers[key]
 
 
 def config(directory: Path, name: str = "fake", **options: Any) -> EngineConfig:

@@ -26,7 +26,7 @@ from llmbox.engine.hardware.proc import finish
 from llmbox.engine.ipc.spawn import Launch
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 from llmbox.engine.weights.packed_cache.cache import cache_variables
-from support.engines import is_running, read, until
+from support.engines import ForkedEngines, is_running, read, until
 from support.lanes import NIGHTLY, nightly
 from support.real_engines import ask, load, tokens
 from support.tiny_models import make_tiny_model, save_sharded, tiny_weights
@@ -59,7 +59,9 @@ async def supervised(directory, launch=None, **options):
     settings = {"device": "cpu", "memory_bytes": 256 << 20, "threads": 1, **options}
     config = EngineConfig(model_path=str(directory), name="tiny", **settings)
     deaths = RestartLimits(pauses=(0.0,))
-    supervisor = Supervisor(config, SupervisorOptions(launch=launch or Launch(), deaths=deaths))
+    launch = launch or Launch()
+    spares = ForkedEngines(launch) if launch.command == Launch().command else None
+    supervisor = Supervisor(config, SupervisorOptions(launch=launch, spares=spares, deaths=deaths))
     try:
         await supervisor.start()
         yield supervisor
