@@ -346,7 +346,7 @@ class PrewarmedProcess:
             self._watched = None
         server.close()
         if self._keep:
-            log.warning("the fork server of engines has ended: another one is started when it is quiet")
+            log.warning("the fork server of engines has ended: another one starts once the daemon is idle")
             self._later(_PATIENCE)
 
     def _later(self, patience: int) -> None:

@@ -18,7 +18,7 @@ def block_hashes(request: AddRequest, block_size: int, most: int = MOST_BLOCKS) 
     """Hash the whole blocks of a prompt's front, at most `most`, as the engine's prefix cache does.
 
     An adapter starts a chain of its own. Images are not hashed: prompts that differ in them alone go to the
-    same replica, which is no error.
+    same replica, which is not an error.
     """
     parent = sha256((request.cache_namespace + request.adapter).encode()).digest()
     whole = min(len(request.prompt_ids) // block_size, most)

@@ -300,7 +300,7 @@ class Supervisor:
             self._deaths.add()
         if guilty is not None:
             self._deaths.forgive(self._requests.proven)
-            log.error("engine %s: request %s brought it down repeatedly and is given up", self.name, guilty)
+            log.error("engine %s: request %s crashed it repeatedly and is given up", self.name, guilty)
         self._change("restarting", f"the engine died and is being restarted: {death.cause}")
 
     def _fail_start(self, error: ApiError) -> None:

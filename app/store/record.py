@@ -101,7 +101,7 @@ NOT_NOW: Final = {
     "server_shutdown",
     "draining",
 }
-"""Error codes of 503 answers that are no failure: the box is busy, starting or stopping, or an operator
+"""Error codes of 503 answers that are not failures: the box is busy, starting or stopping, or an operator
 decided.
 """
 

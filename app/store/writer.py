@@ -186,7 +186,7 @@ class RequestLog:
             async with asyncio.timeout(_ASK_S):
                 return await asyncio.shield(asyncio.wrap_future(done))
         except TimeoutError:
-            raise StoreError("the request log is still busy; what was asked of it is done later") from None
+            raise StoreError("the request log is still busy; the operation runs later") from None
 
     def submit(self, call: "Callable[[Engine | None], None]", size: int = 0) -> bool:
         """Run `call` in the writer thread, with None while the file cannot be opened. It must not raise.

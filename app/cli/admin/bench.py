@@ -156,11 +156,11 @@ def bench(program: Program, /, scenario: str, earlier: Path | None, *, find: boo
     if find:
         if scenario != "load" or earlier or options["profile"]:
             raise click.UsageError(
-                "--find searches by itself: --scenario, --compare and --profile are not for it"
+                "--find searches by itself: it excludes --scenario, --compare and --profile"
             )
         find_point(program, **options, **searching)
     elif searching["targets"] or searching["write"]:
-        raise click.UsageError("--targets and --write are for --find")
+        raise click.UsageError("--targets and --write need --find")
     elif scenario == "load":
         _load(program, before=read_levels(earlier) if earlier else None, **options)
     elif earlier or options["profile"]:

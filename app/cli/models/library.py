@@ -159,7 +159,7 @@ def adopt(program: Program, *, paths: tuple[Path, ...], name: str | None, as_jso
     from ...models.catalog import check_name
 
     if name is not None and len(paths) != 1:
-        raise CliError("--name names one folder", f"{len(paths)} are given", "give one PATH", Exit.USAGE)
+        raise CliError("--name is for one folder", f"{len(paths)} are given", "give one PATH", Exit.USAGE)
     found = [each for path in paths for each in find_adoptable(path, program.names.gguf_home)]
     if name is not None:
         if len(found) != 1 or found[0].is_cache:

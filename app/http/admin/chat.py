@@ -205,7 +205,7 @@ def _check_command(services: Services, data: SaveServer) -> None:
         raise _bad("Headers belong to a server with a URL.", "headers")
     for name, value in data.environment.items():
         if not _VARIABLE.fullmatch(name) or "\0" in value:
-            raise _bad(f"{name[:64]!r} is no name of an environment variable.", "environment")
+            raise _bad(f"{name[:64]!r} is not a valid name of an environment variable.", "environment")
 
 
 def _check_url(data: SaveServer) -> None:

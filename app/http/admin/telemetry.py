@@ -128,7 +128,7 @@ async def history(
     names = None if series is None else [name.strip() for name in series.split(",") if name.strip()]
     for name in names or ():
         if not is_series(name):
-            raise ApiError(400, f"There is no series {name!r}.", "invalid_value", "series")
+            raise ApiError(400, f"No series {name!r} exists.", "invalid_value", "series")
     history = request.services.telemetry.history
     chart = await history.chart(step or step_for(time.time() - begin), int(begin), names)
     if points is not None:

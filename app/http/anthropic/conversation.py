@@ -188,7 +188,7 @@ def _image(at: str, block: ImageBlock) -> dict[str, Any]:
 
 
 def _text(at: str, block: Block | ToolReferenceBlock) -> str:
-    """Return the text of a block. Raises ApiError 400 for a block that is no text."""
+    """Return the text of a block. Raises ApiError 400 for a block that is not text."""
     match block:
         case TextBlock():
             return block.text

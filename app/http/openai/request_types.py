@@ -37,7 +37,7 @@ TruncateTo = Annotated[
     Meta(
         ge=-1,
         lt=2**31,
-        description="Keep the last so many tokens of a prompt; -1: as many as the context has.",
+        description="Keep only the last N tokens of a prompt; -1: as many as fit into the context.",
     ),
 ]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]

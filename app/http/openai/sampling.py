@@ -191,7 +191,7 @@ LOWEST = -9999.0
 
 
 def token_label(data: bytes, prefix: str = "") -> str:
-    r"""Return a token's text. Bytes that are no whole characters are written `\xe4\xbd`, as OpenAI does."""
+    r"""Return a token's text. Bytes that are not whole characters are written `\xe4\xbd`, as OpenAI does."""
     try:
         return data.decode()
     except UnicodeDecodeError:

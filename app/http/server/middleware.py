@@ -157,7 +157,7 @@ class SecurityMiddleware:
             await exchange.fail(shutting_down())
         except (GeneratorExit, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of a library in Rust is no Exception
+        except BaseException as error:  # a panic of a Rust library is not an Exception
             if not isinstance(error, ApiError):
                 logger.exception("request %s failed", exchange.request_id)
             await exchange.fail(to_api_error(error))

@@ -39,7 +39,7 @@ class TrustedProxies:
     def find_client(self, peer: str, forwarded_for: str) -> str:
         """Return the last address that no trusted proxy has; each proxy appends the one it was called from.
 
-        Anything that is no IP address ends the search: the proxy nearest to it is taken for the caller.
+        The first value that is not an IP address ends the search: the proxy before it counts as the caller.
         """
         client = peer
         for entry in reversed(forwarded_for.split(",")):

@@ -165,7 +165,7 @@ class ConnectionLimiter:
         return True
 
     def release(self, connection: Evictable) -> None:
-        """Forget a connection that ended. One that was refused is no error."""
+        """Forget a connection that ended. A refused one is not an error."""
         self.mark_busy(connection)
         group = self._open.pop(connection, None)
         if group is not None:

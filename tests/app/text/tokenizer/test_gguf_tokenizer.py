@@ -193,13 +193,13 @@ def test_what_no_piece_has_is_spelt_in_bytes(pieces: Tokenizer, tmp_path: Path) 
     ("values", "why"),
     [
         ({"model": "rwkv"}, "of kind 'rwkv', only gpt2, llama, gemma4, bert, t5"),
-        ({"pre": "viking"}, "by the rules of 'viking'"),
+        ({"pre": "viking"}, "its pre-tokenizer 'viking'"),
         ({"tokens": []}, "no words"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "a word twice"),
-        ({"token_type": [1]}, "one kind for each"),
-        ({"merges": ["x y"]}, "not of one vocabulary"),
-        ({"merges": ["x"]}, "not of one vocabulary"),
-        ({"merges": [1]}, "no list of what it should be"),
+        ({"token_type": [1]}, "lacks the types of words"),
+        ({"merges": ["x y"]}, "its merges do not match its vocabulary"),
+        ({"merges": ["x"]}, "its merges do not match its vocabulary"),
+        ({"merges": [1]}, "not a list of the expected type"),
         ({"model": "llama"}, "no scores"),
     ],
 )
