@@ -19,13 +19,13 @@ busy when it was measured must not have requests refused for ever."""
 LEAST_WEIGHT: Final = 0.1
 """Weight of a new measurement in a running mean."""
 _KEPT: Final = 16
-"""Times of a size that are kept."""
+"""Number of times kept for each size."""
 _SLOW_WEIGHT: Final = 1 / 64
 """Weight of a step in means over many steps."""
 _FAST_WEIGHT: Final = 1 / 4
 """Weight of a step in the mean over the last few."""
 _PACES: Final = (0.5, 3.0)
-"""Least and most that one step counts for in it."""
+"""Minimum and maximum weight of one step in that mean."""
 
 
 @dataclass(slots=True)

@@ -70,7 +70,7 @@ class McpClient:
             raise
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ServerResult:
-        """Call a tool. Raises ServerProblem, where the server is of no further use."""
+        """Call a tool. Raises ServerProblem if the server cannot be used any further."""
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 found = await self.channel.request("tools/call", {"name": tool, "arguments": arguments})

@@ -79,7 +79,7 @@ class RequestLog:
         self._thread.start()
 
     def discard_all(self) -> None:
-        """Keep nothing of what is written from now on; in place of `start`."""
+        """Discard everything that is written from now on; call it instead of `start`."""
         self._discards = True
 
     def write(

@@ -188,7 +188,7 @@ class Dashboard(App[None]):
     @work
     async def _act(self, message: RunAction) -> None:
         if self.read_only:
-            self.notify("This is --read-only: nothing is changed.", severity="warning")
+            self.notify("Read-only (--read-only): nothing was changed.", severity="warning")
             return
         if message.question and not await self.push_screen_wait(ConfirmDialog(message.question)):
             return
@@ -205,7 +205,7 @@ class Dashboard(App[None]):
     @work
     async def _ask(self, message: PromptUser) -> None:
         if self.read_only:
-            self.notify("This is --read-only: nothing is changed.", severity="warning")
+            self.notify("Read-only (--read-only): nothing was changed.", severity="warning")
             return
         typed = await self.push_screen_wait(InputDialog(message.title, message.hint))
         if typed:

@@ -44,7 +44,7 @@ _OWN_HEADERS: Final = frozenset({"host", "content-length", "content-type", "acce
 
 class SaveServer(ChatToolServer, kw_only=True, forbid_unknown_fields=True):
     confirmed: bool = False
-    """The caller has read which program starts, and as which user."""
+    """The caller has confirmed the program and the user that it runs as."""
 
 
 class ChangeServer(Struct, kw_only=True, forbid_unknown_fields=True):

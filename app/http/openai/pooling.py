@@ -356,7 +356,7 @@ async def _inputs(
 
 @inference_route("/v1/score", "score", "createScore")
 async def score(request: StrictRequest, data: Annotated[ScoreRequest, Body()]) -> Response[ScoreList]:
-    """Score how well pairs of texts go together."""
+    """Score the relevance or similarity of pairs of texts."""
     return await _scored(request, data)
 
 

@@ -141,7 +141,7 @@ class RequestContext:
         return unknown_fields(kind, self.plain)
 
     def caller_fields(self, priority: int | None, cache_salt: str | None) -> dict[str, Any]:
-        """Return the fields of a `Generation` that are the caller's."""
+        """Return the fields of a `Generation` that depend on the caller."""
         caller = self.caller
         return {
             "endpoint": self.endpoint,

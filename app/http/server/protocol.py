@@ -230,7 +230,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(_header_too_large("A header line is too long."))
 
     def _expect(self, seconds: float | None) -> None:
-        """Set the time within which the client must send the next thing. None: it owes nothing."""
+        """Set the time within which the client must send the next thing. None: nothing is due."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

@@ -48,7 +48,7 @@ A, B = plain_tensors().items()
         ({A[0]: A[1], B[0]: torch.zeros(64, 3)}, r"shape \[64, 3\] does not go with \[4, 64\]"),
         ({A[0]: torch.zeros(300, 8), B[0]: torch.zeros(8, 300)}, "its rank is 300, allowed are 1 to 256"),
         ({A[0]: torch.zeros(0, 8), B[0]: torch.zeros(8, 0)}, "its rank is 0, allowed"),
-        ({A[0]: A[1].to(torch.int8), B[0]: B[1]}, "dtype I8 is not read"),
+        ({A[0]: A[1].to(torch.int8), B[0]: B[1]}, "dtype I8 is not supported"),
         ({"base_model.model.model.x.ia3_l": torch.zeros(2)}, "not part of a LoRA adapter"),
         ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(2, 2)}, "modules_to_save"),
         (

@@ -122,7 +122,7 @@ class ModelsScreen(DashboardScreen):
 
     def action_pull(self) -> None:
         hint = "a Hub id, such as Qwen/Qwen3-0.6B"
-        self.post_message(PromptUser("Pull a model", hint, "downloads", "model", "The download has begun."))
+        self.post_message(PromptUser("Pull a model", hint, "downloads", "model", "The download has started."))
 
     def action_delete(self) -> None:
         if (name := self._chosen) is None:

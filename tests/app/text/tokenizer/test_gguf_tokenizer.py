@@ -194,7 +194,7 @@ def test_what_no_piece_has_is_spelt_in_bytes(pieces: Tokenizer, tmp_path: Path) 
     [
         ({"model": "rwkv"}, "of kind 'rwkv', only gpt2, llama, gemma4, bert, t5"),
         ({"pre": "viking"}, "its pre-tokenizer 'viking'"),
-        ({"tokens": []}, "no words"),
+        ({"tokens": []}, "its vocabulary is empty"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "a word twice"),
         ({"token_type": [1]}, "lacks the types of words"),
         ({"merges": ["x y"]}, "its merges do not match its vocabulary"),
