@@ -100,7 +100,7 @@ class EngineManager:
         """Load a model and return when it is ready. Raises ApiError when it cannot be loaded; then nothing of
         it is left.
 
-        Concurrent loads of one name share one engine. The load goes on when a caller gives up waiting.
+        Concurrent loads of one name share one engine. The load continues if a caller stops waiting.
         """
         loading = self.begin_load(config, alias=alias, on_request=on_request)
         return await wait_for_load(loading, model_unloaded(config.name))

@@ -26,13 +26,13 @@ from .step_times import FEW_STEPS, RARE, Interference, recommend_pair
 log = logging.getLogger("llmbox.engines")
 
 WAIT_S: Final = 300.0
-"""Longest wait, in seconds, for a moment without requests."""
+"""Maximum seconds to wait for a moment without requests."""
 WINDOW_S: Final = 300.0
-"""Shortest time, in seconds, after which a pair is judged: a pause between prompts is not their end."""
+"""Minimum seconds before a pair is evaluated: a pause between prompts is not their end."""
 HOLD_S: Final = 600.0
 """Seconds from a return to one engine until the next pair; each return doubles them."""
 _EVERY: Final = 32
-"""Steps between two looks at what was measured."""
+"""Number of steps between two evaluations of the measurements."""
 
 
 def usable_cores(config: EngineConfig) -> int:
@@ -215,8 +215,8 @@ class PairSwitch:
             self._start()
 
     def take_exit(self, cause: str) -> EngineConfig | None:
-        """Return what is to start after an engine that ended because of a switch, or whose first start after
-        one failed. None for any other end.
+        """Return the config to start after an engine that ended because of a switch, or whose first start
+        after a switch failed. None for any other end.
         """
         if self._next is not None:
             planned, self._next = self._next, None

@@ -53,7 +53,7 @@ class PoisonDetector:
         ends.
         """
         self.narrowed = False
-        """The last crash convicted nobody, and the next one of the trial will."""
+        """True if the last crash identified no guilty request, and the next crash of the trial will."""
         self.proven: set[str] = set()
         """Requests that passed a trial and were not found guilty later, since `forget`."""
 

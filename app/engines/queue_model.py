@@ -115,7 +115,9 @@ class QueueModel:
         a burst the cores have more to do than before.
         """
         self.never_met = ""
-        """Targets that the newest request missed although it waited for no other, in words; empty if none."""
+        """Text naming the targets that the newest request missed although it waited for no other; empty if
+        none.
+        """
         self.warned_of: LatencyTarget | None = None
         """Target whose miss was logged last."""
         self._serial: float | None = None
@@ -302,7 +304,7 @@ class QueueModel:
     def _ahead(self, band: int) -> int:
         """Return the prompt tokens to be computed before a new request of a band.
 
-        What was computed of prompts under way counts for worse bands first, of which it may be.
+        Computed tokens of prompts in progress count for worse bands first, as they may belong to one.
         """
         total = self._prompts.total()
         ahead = sum(tokens for each, tokens in self._prompts.items() if each <= band)

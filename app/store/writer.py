@@ -63,7 +63,7 @@ class RequestLog:
         self.dropped = 0
         self.keep = keep or Retention()
         self.content_bytes = content_bytes
-        """Limit in bytes of what is kept of a prompt, of an answer and of a request's body."""
+        """Maximum bytes kept of a prompt, of an answer and of a request's body."""
         self._trimmer = Trimmer(path, self.keep)
         self._queue: queue.Queue[_Item | Callable[[], None] | None] = queue.Queue(_QUEUE_LIMIT)
         self._room = ContentBudget(_QUEUED_CONTENT)

@@ -301,7 +301,7 @@ def snapshot_lines(state: DashboardState, *, ascii_only: bool = False) -> list[s
 def _table(
     rows: list[Row], columns: tuple[int, ...], titles: tuple[str, ...], width: int, glyphs: Glyphs
 ) -> list[Line]:
-    """Format some columns of the rows; the model's name takes what is left."""
+    """Format some columns of the rows; the model's name takes the remaining width."""
     if not rows:
         return []
     texts = [[row.cells[index][0] for index in columns] for row in rows]

@@ -270,7 +270,7 @@ def _keep(program: Program, target: BenchTarget, levels: list[dict[str, Any]]) -
     try:
         keep_run(bench_folder(program.paths), target.model, target.url, levels)
     except OSError as error:
-        output.say(f"This run is not kept: {error}")
+        output.say(f"This run was not saved: {error}")
 
 
 async def _levels(

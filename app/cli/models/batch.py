@@ -205,7 +205,7 @@ def _answer_all(program: Program, lines: list[BatchLine], target: Path, parallel
                     raise
         except KeyboardInterrupt:
             text = f"{files.written - files.failed} more are answered"
-            output.say(f"\nStopped. The same command goes on: {text}.")
+            output.say(f"\nStopped. To continue, run the same command: {text}.")
             return Exit.FAILED
     seconds = time.monotonic() - begun
     output.say(f"{files.written - files.failed} answered in {seconds:.1f} s: {target}")
@@ -243,7 +243,9 @@ def _wait_or_leave(
         with files.lock:
             if not files.errors.tell():
                 Path(files.errors.name).unlink(missing_ok=True)
-            output.say("\nStopped. The same command goes on; requests without an answer are asked again.")
+            output.say(
+                "\nStopped. Run the same command to continue; requests without an answer are sent again."
+            )
             os._exit(128 + signal.SIGINT)
 
 

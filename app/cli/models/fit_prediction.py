@@ -98,7 +98,7 @@ def prediction_options(function: F) -> F:
                 "--tpot-target",
                 type=click.FloatRange(0, 1e9, min_open=True),
                 metavar="MS",
-                help="With --plan: most milliseconds per output token.",
+                help="With --plan: maximum milliseconds per output token.",
             ),
         )
     ):

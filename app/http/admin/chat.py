@@ -253,7 +253,9 @@ async def _usable(services: Services, owner: str, name: str) -> ChatToolServer:
 
 
 async def _servers_of(services: Services, owner: str) -> dict[str, ChatToolServer]:
-    """Return a caller's servers by name, without secrets. Those that stand in the database leave it."""
+    """Return a caller's servers by name, without secrets. Secrets that are still in the database are moved
+    out of it.
+    """
     found = await PanelItems(services.request_log, ChatToolServer).all(owner)
     for name, spec in found.items():
         if has_values(spec):

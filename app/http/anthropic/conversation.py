@@ -27,7 +27,7 @@ _BILLING = "x-anthropic-billing-header:"
 
 
 def has_late_system(request: CountTokensRequest) -> bool:
-    """Return True if a system message stands after the conversation has begun."""
+    """Return True if a system message follows the first turn of the conversation."""
     roles = [message.role for message in request.messages]
     return "system" in roles[next((n for n, role in enumerate(roles) if role != "system"), len(roles)) :]
 

@@ -65,7 +65,9 @@ class Phase(Enum):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. It has two timers: for what the client must send, and for what it must read."""
+    """One connection. It has two timers: one for data that the client must send, one for data that it must
+    read.
+    """
 
     def __init__(
         self, config: Config, state: DatedState, limits: LimitSettings, limiter: ConnectionLimiter

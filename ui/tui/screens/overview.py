@@ -108,7 +108,7 @@ class OverviewScreen(DashboardScreen):
         self._set_lines("#events", event_lines(state, width - left if is_wide else width, number, glyphs))
 
     def _charts(self, width: int, room: int) -> list[Line]:
-        """Draw the charts, anew only if what they show has changed."""
+        """Draw the charts, if their content has changed."""
         state = self.state
         drawn = state.tick, width, room, self.step, "past" in state.answers
         if drawn != self._drawn:

@@ -182,7 +182,7 @@ def test_a_second_interrupt_ends_it_at_once_and_the_same_command_goes_on(run, cl
                 assert process.poll() is None
             interrupt(process)
             assert process.wait(PATIENCE) == 130
-            assert "The same command goes on" in process.stderr.read()
+            assert "Run the same command to continue" in process.stderr.read()
         finally:
             process.kill()
     assert not (tmp_path / "out.errors.jsonl").exists()
