@@ -143,8 +143,8 @@ class Client:
 
     def not_running(self) -> CliError:
         return CliError(
-            "the daemon does not run",
-            f"nobody listens on {self._paths.socket_file}",
+            "the daemon is not running",
+            f"nothing listens on {self._paths.socket_file}",
             "llmbox up",
             Exit.UNREACHABLE,
             str(self._paths.log_file),

@@ -165,7 +165,7 @@ class BatchRunner:
             async with self._slots:
                 answer = await send(item.path, item.body, batch.owner)
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise asyncio.CancelledError  # shutting down: the error is no answer of the request
+                raise asyncio.CancelledError  # shutting down: the error is not the request's answer
             tries += answer.status == 503
             if answer.status not in _RETRIED or tries >= _MOST_503:
                 break

@@ -77,7 +77,9 @@ def select_ops(
     if why := why_unknown_kernels(site):
         raise UnknownBackend(why)
     if portable and requested in OTHER_BITS:
-        raise UnknownBackend(f"LLMBOX_KERNELS={requested}: its bits are not those of others; leave it unset")
+        raise UnknownBackend(
+            f"LLMBOX_KERNELS={requested}: its results are not bit-identical to other kernels'; leave it unset"
+        )
     problem = ""
     if runs_native(device, dtype, kv_dtype or dtype):
         try:

@@ -56,7 +56,7 @@ class LoraTiles:
     """The same rows on a GPU, as tiles of one adapter each. Only their number decides the launches."""
 
     tiles: Tensor
-    """int32 [tiles, 1 + TILE_ROWS]: slot and rows. A slot of -1 is no tile, a row of -1 no row."""
+    """int32 [tiles, 1 + TILE_ROWS]: slot and rows. A slot of -1 is not a tile, a row of -1 not a row."""
     host: "array[int] | None" = None
     """The same numbers, where they do not change."""
 

@@ -93,7 +93,7 @@ def mean_running(round_: MeasuredRun) -> float | None:
 
 
 _PLAIN: dict[str, Any] = {"speculate": "off"}
-"""Options without speculation: repetitions in answers are no part of these comparisons."""
+"""Options without speculation: these comparisons do not cover repetitions in answers."""
 
 
 def _batching(scale: Scale) -> tuple[Variant, Variant]:

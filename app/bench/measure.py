@@ -168,7 +168,7 @@ Levels = dict[int, dict[str, float | None]]
 
 
 def read_levels(path: Path) -> Levels:
-    """Read a result file. Raises CliError for a file that is no result of `llmbox bench --json`."""
+    """Read a result file. Raises CliError for a file that is not a result of `llmbox bench --json`."""
     try:
         saved = json.loads(path.read_text())
         return _by_concurrency(saved["levels"])

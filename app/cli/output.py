@@ -41,7 +41,7 @@ def require_reader() -> None:
     poll = select.poll()
     try:
         poll.register(sys.stdout, 0)
-    except ValueError:  # stdout is no file
+    except ValueError:  # stdout is not a file
         return
     if any(event & select.POLLERR for _, event in poll.poll(0)):
         raise BrokenPipeError

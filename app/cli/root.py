@@ -284,7 +284,7 @@ def _not_utf8(error: UnicodeEncodeError) -> CliError:
     """Error of text that cannot be encoded. A lone surrogate stands for a byte of the command line."""
     code = ord(error.object[error.start])
     if not 0xDC80 <= code <= 0xDCFF:
-        return CliError("text cannot be printed", str(error), "set LANG to a locale with UTF-8, as C.UTF-8")
+        return CliError("text cannot be printed", str(error), "set LANG to a UTF-8 locale, such as C.UTF-8")
     why = f"a word of it holds the byte 0x{code & 0xFF:02x}, which begins no character"
     return CliError("the command line is not UTF-8", why, "type it in a terminal with UTF-8")
 

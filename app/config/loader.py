@@ -317,7 +317,7 @@ def set_value(path: Path, row: SettingSpec, value: Scalar) -> None:
 
 
 def remove_value(path: Path, row: SettingSpec) -> None:
-    """Remove a key from the file, so that its default holds again; an absent key is no error."""
+    """Remove a key from the file, so that its default holds again; an absent key is not an error."""
     if row.name not in read_file(path):
         return
     document = tomlkit.parse(path.read_text("utf-8"))

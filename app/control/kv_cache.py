@@ -1,4 +1,4 @@
-"""KV cache on disk, seen from the daemon and the command line: who may use it, and what leaves it.
+"""KV cache on disk, as the daemon and the command line manage it: access to the folder, deletion of blocks.
 
 Engines read and write it (`engine/kv_store`); this side only lists and removes files.
 """
@@ -19,7 +19,7 @@ log = logging.getLogger("llmbox.daemon")
 
 
 def limit_bytes(paths: Paths, settings: CacheSettings) -> int:
-    """Return the bytes that the cache may take; 0: it is off."""
+    """Return the maximum size of the cache in bytes; 0: the cache is off."""
     if settings.kv_disk_gb is None:
         return usage.default_bytes(paths.kv_cache)
     return int(settings.kv_disk_gb * 1e9)
@@ -27,7 +27,9 @@ def limit_bytes(paths: Paths, settings: CacheSettings) -> int:
 
 @contextlib.contextmanager
 def claim_kv_cache(paths: Paths, settings: CacheSettings) -> Iterator[dict[str, str]]:
-    """Claim the folder for this daemon; yield the environment of its engines, empty where it is left out."""
+    """Claim the folder for this daemon; yield environment variables for its engines, none if the cache cannot
+    be used.
+    """
     claim = None
     try:
         most = limit_bytes(paths, settings)
@@ -48,7 +50,7 @@ def claim_kv_cache(paths: Paths, settings: CacheSettings) -> Iterator[dict[str, 
 
 
 def _tidy(folder: KVFolder, paths: Paths) -> None:
-    """Remove what was left behind: blocks of models and of keys that are gone."""
+    """Delete blocks of models and keys that no longer exist."""
     from ..security.key_store import KeyStore  # noqa: PLC0415 - not before the sockets listen
 
     try:
@@ -68,7 +70,7 @@ def open_kv_cache(paths: Paths, settings: CacheSettings) -> KVFolder | None:
 
 
 def prune_kv_cache(paths: Paths, settings: CacheSettings, *, everything: bool = False) -> int:
-    """Remove blocks of models that are gone or have changed. Returns the bytes freed."""
+    """Delete blocks of models that were deleted or have changed. Returns the bytes freed."""
     with contextlib.suppress(KVFolderUnusable, OSError):
         folder = open_kv_cache(paths, settings)
         return folder.prune(everything=everything) if folder is not None else 0

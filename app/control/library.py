@@ -123,7 +123,7 @@ class Library:
         return await asyncio.to_thread(refresh)
 
     def pull_for_request(self, name: str) -> None:
-        """Fetch a model that a request names, where `hub.pull_on_request` allows it. Does nothing where not.
+        """Fetch a model that a request names, where `hub.pull_on_request` allows it. Does nothing otherwise.
 
         Raises ApiError 503 with Retry-After while it is under way, and the reason of a download that failed.
         """

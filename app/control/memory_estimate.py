@@ -23,7 +23,7 @@ log = logging.getLogger("llmbox.daemon")
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Memory that a model needs, and memory that there is."""
+    """Memory that a model needs, and memory that is available."""
 
     device: Place
     requests: tuple[MemoryRequest, ...]
@@ -33,7 +33,7 @@ class MemoryNeed:
     included.
     """
     host: int = 0
-    """The same of main memory, for models on GPUs."""
+    """Budget of main memory in bytes, for models on GPUs."""
 
     @property
     def budgets(self) -> dict[int, int]:

@@ -49,7 +49,7 @@ from .model_tables import EvictedModel, EvictedModels, FailedLoads, ResidentMode
 log = logging.getLogger("llmbox.daemon")
 
 LEAST_WAIT = 0.05
-"""Seconds until an unload is tried again: a model that is to be unloaded at once may be busy for long."""
+"""Seconds between attempts to unload a model: it may be busy for a long time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

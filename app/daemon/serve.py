@@ -92,7 +92,7 @@ TITLE = "llmbox: engine"
 
 
 def log_orphans() -> list[int]:
-    """Log engine processes of this user whose parent is no daemon. Returns their pids."""
+    """Log engine processes of this user whose parent is not a daemon. Returns their pids."""
     import psutil  # noqa: PLC0415 - 30 ms that the start need not wait for
 
     found = []

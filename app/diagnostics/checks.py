@@ -58,7 +58,7 @@ def run_checks(program: Program) -> list[Finding]:
             findings += check(program)
         except OSError as error:
             name = check.__name__.removeprefix("check_")
-            findings.append(Finding(name, "failed", str(error), "look at that file's owner and mode"))
+            findings.append(Finding(name, "failed", str(error), "check that file's owner and mode"))
     return findings
 
 
@@ -224,7 +224,7 @@ def check_daemon(program: Program) -> Iterator[Finding]:
     try:
         running = find_running(program.paths)
         if running is None:
-            yield Finding("daemon", "note", "does not run", "llmbox up")
+            yield Finding("daemon", "note", "not running", "llmbox up")
             yield from _check_port(program)
             return
         status = program.client.get("/admin/api/status")

@@ -143,7 +143,7 @@ def _fetch(index: str) -> str:
 
 
 def newest_release(page: str, index: str) -> str:
-    """Return the newest version on an index's page that is no pre-release. Raises CliError."""
+    """Return the newest version on an index's page that is not a pre-release. Raises CliError."""
     try:
         files = [each.filename for each in msgspec.json.decode(page, type=_Page).files if not each.yanked]
     except msgspec.ValidationError:

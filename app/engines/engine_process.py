@@ -1,6 +1,4 @@
-"""Lifetime of one engine process and how it ended, the prewarmed process that waits for a model, and what a
-supervisor needs for both.
-"""
+"""Engine processes: start, exit and queries of one, prewarmed processes, and the limits of a supervisor."""
 
 import asyncio
 import logging
@@ -45,12 +43,12 @@ class ProcessExit:
     """The end was caused from outside the engine: no request can be blamed for it."""
     load_failure: LoadFailed | None = None
     is_stuck: bool = False
-    """It was killed because it stood still."""
+    """It was killed because it made no progress."""
     is_out_of_memory: bool = False
-    """The kernel killed it for memory."""
+    """The kernel's OOM killer ended it."""
 
     def next_config(self, config: EngineConfig) -> EngineConfig:
-        """Return the config of the next start: with half the KV pool where the memory did not suffice."""
+        """Return the config of the next start: with half the KV pool if memory did not suffice."""
         if not self.is_out_of_memory:
             return config
         share = max(_LEAST_KV_SHARE, config.kv_share / 2)
@@ -68,8 +66,8 @@ class ProcessExit:
 
 
 def parse_log_line(line: str) -> tuple[int, str]:
-    """Return (level, message) of a line that an engine wrote (`proc.log_to_stderr`): the daemon's log has a
-    time and a part of its own. Lines in any other format are INFO, whole.
+    """Parse a log line of an engine (`proc.log_to_stderr`) into (level, message). A line in any other format
+    is INFO, unchanged.
     """
     words = line.split(" ", 3)
     if len(words) < 4 or words[2] not in _LEVELS:
@@ -159,7 +157,7 @@ _PROFILE_ANSWER_S: Final = 30.0
 """Seconds to wait for a profile: a step of a long prompt comes before it."""
 _PROFILE_S: Final = 600.0
 TIMEOUT_S: Final = 2.0
-"""Seconds to wait for an answer. A step may take longer: then there is none this time."""
+"""Seconds to wait for an answer. If a step takes longer, the query returns None."""
 
 
 Answer = TypeVar("Answer")
@@ -208,7 +206,7 @@ class EngineQueries:
         self._send = send
 
     async def profile(self, *, is_on: bool) -> StepProfile | None:
-        """Start or end counting where the time of steps goes."""
+        """Start or stop the profile of the engine's steps."""
         return await self._profile(is_on=is_on).fetch(_PROFILE_ANSWER_S)
 
     async def rows(self, asked: AskRows) -> WeightRows | None:
@@ -222,7 +220,7 @@ class EngineQueries:
         return self._profile_starts if is_on else self._profile_ends
 
     def complete(self, found: BlockMap | StepProfile | WeightRows) -> None:
-        """Pass an answer on."""
+        """Complete the query that this answers."""
         if isinstance(found, BlockMap):
             self.blocks.complete(found)
         elif isinstance(found, WeightRows):
@@ -260,7 +258,9 @@ class PrewarmedProcess:
         busy: Callable[[], bool] = lambda: False,
         first: SpawnedProcess | ForkServer | None = None,
     ) -> None:
-        """`keep`: have one ready; `first` was started already; `busy` tells when to start none."""
+        """`keep`: keep one process ready. `first`: a process that was already started. `busy`: returns True
+        while no process should be started.
+        """
         self._launch = launch
         self._keep = keep
         self._busy = busy
@@ -268,7 +268,7 @@ class PrewarmedProcess:
         self._forks = can_fork()
         self._timer: asyncio.TimerHandle | None = None
         self._ahead: asyncio.Task[SpawnedProcess] | None = None
-        """Fork that `begin` asked for."""
+        """Pending fork of `begin`."""
         self._watched: int | None = None
         """File descriptor by which the end of the fork server is noticed."""
 
@@ -317,7 +317,7 @@ class PrewarmedProcess:
             self._spare = None
 
     async def _fork(self, server: ForkServer) -> SpawnedProcess:
-        """Fork in a thread; a process that nobody waits for any more is ended. Spawn one where the server
+        """Fork in a thread, and end the process if its caller was cancelled. Spawn one if the fork server
         fails. Raises OSError.
         """
         if self._watched is None:
@@ -335,7 +335,9 @@ class PrewarmedProcess:
             return spawn(self._launch)
 
     def _end_server(self, server: ForkServer) -> None:
-        """End the fork server, or notice its end. Another one follows, unless this one never worked."""
+        """Close the fork server, also after it died. Another one is started later, unless this one never
+        forked.
+        """
         if self._spare is not server:
             return
         self._spare = None
@@ -346,7 +348,7 @@ class PrewarmedProcess:
             self._watched = None
         server.close()
         if self._keep:
-            log.warning("the fork server of engines has ended: another one is started when it is quiet")
+            log.warning("the fork server of engines has ended: another one starts once the daemon is idle")
             self._later(_PATIENCE)
 
     def _later(self, patience: int) -> None:
@@ -380,11 +382,11 @@ class SupervisorOptions:
     queue_limit: int = 512
     """Open requests beyond those that can run at once."""
     queue_per_key: int = 64
-    """Open requests of one tenant that are taken although others fill the queue."""
+    """Open requests of one tenant that are accepted even if others fill the queue."""
     deaths: RestartLimits = field(default_factory=RestartLimits)
     watch: WatchLimits = field(default_factory=WatchLimits)
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    """Sleeps between two starts."""
+    """Sleep between two starts."""
     on_change: Callable[["Supervisor"], None] = lambda _: None
     """Called after every change of `state`."""

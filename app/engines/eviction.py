@@ -54,11 +54,11 @@ class MemoryRequest:
     refused.
     """
     want: int
-    """Bytes that it takes when there is room."""
+    """Bytes that it takes if they are free."""
     host: int = 0
     """Minimum bytes of main memory beside GPUs."""
     host_want: int = 0
-    """Bytes that it takes of that at most."""
+    """Maximum bytes of main memory beside GPUs."""
 
 
 @dataclass(frozen=True, slots=True)

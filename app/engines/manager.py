@@ -30,9 +30,11 @@ from .supervisor import Supervisor
 log = logging.getLogger("llmbox.engines")
 
 _TEXT_S = 600.0
-"""Seconds for which the tokenizers of unloaded models are kept at most."""
+"""Maximum number of seconds that the tokenizer of an unloaded model is kept."""
 _FREE_S = 1.0
-"""Seconds until one that is not kept is freed: that takes tens of milliseconds, and a swap is under way."""
+"""Delay in seconds before a tokenizer is freed: freeing takes tens of milliseconds, which would slow a model
+swap.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +100,7 @@ class EngineManager:
         """Load a model and return when it is ready. Raises ApiError when it cannot be loaded; then nothing of
         it is left.
 
-        Concurrent loads of one name share one engine. The load goes on when a caller gives up waiting.
+        Concurrent loads of one name share one engine. The load continues if a caller stops waiting.
         """
         loading = self.begin_load(config, alias=alias, on_request=on_request)
         return await wait_for_load(loading, model_unloaded(config.name))
@@ -339,8 +341,8 @@ class EngineManager:
 
 
 async def wait_for_load(loading: "asyncio.Future[LoadedModel]", ended: ApiError) -> LoadedModel:
-    """Wait for a shared load. Raises `ended` where the load is cancelled, and not the one who waits: a
-    cancellation would leave him without an answer.
+    """Wait for a shared load. Raises `ended` if the load is cancelled, but not the waiting task: a
+    cancellation would leave the caller without an answer.
     """
     try:
         return await asyncio.shield(loading)

@@ -26,13 +26,13 @@ from .step_times import FEW_STEPS, RARE, Interference, recommend_pair
 log = logging.getLogger("llmbox.engines")
 
 WAIT_S: Final = 300.0
-"""Longest wait, in seconds, for a moment without requests."""
+"""Maximum seconds to wait for a moment without requests."""
 WINDOW_S: Final = 300.0
-"""Shortest time, in seconds, after which a pair is judged: a pause between prompts is not their end."""
+"""Minimum seconds before a pair is evaluated: a pause between prompts is not their end."""
 HOLD_S: Final = 600.0
 """Seconds from a return to one engine until the next pair; each return doubles them."""
 _EVERY: Final = 32
-"""Steps between two looks at what was measured."""
+"""Number of steps between two evaluations of the measurements."""
 
 
 def usable_cores(config: EngineConfig) -> int:
@@ -47,7 +47,7 @@ def _cores() -> int:
 
 @dataclass(frozen=True, slots=True)
 class EnginePairDecision:
-    """Engines that a model is to have, and the reason in words."""
+    """Engines that a model should run on, and the reason in words."""
 
     pair: tuple[int, int] | None
     reason: str
@@ -71,7 +71,7 @@ class SwitchableSupervisor(Protocol):
 
 
 class EnginePairPolicy:
-    """Judge of one engine and of a pair, by their counters. Times are seconds of `clock`."""
+    """Comparison of one engine and a pair of engines, by their counters. Times are seconds of `clock`."""
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
         self._config, self._clock = config, clock
@@ -87,7 +87,7 @@ class EnginePairPolicy:
         self._since, self._mark = self._clock(), EngineStats()
 
     def hold(self) -> float:
-        """Judge no pair for a while, each time for twice as long. Returns the seconds."""
+        """Suspend pairs for a while; each call doubles the time. Returns the seconds."""
         seconds = HOLD_S * 2.0 ** min(self._returns, 10)
         self._returns += 1
         self._not_before = self._clock() + seconds
@@ -98,7 +98,7 @@ class EnginePairPolicy:
         return max(0.0, self._not_before - self._clock())
 
     def judge(self, measured: Interference, stats: EngineStats, info: ModelInfo) -> EnginePairDecision | None:
-        """Return the engines that would serve better than those that run; None for these."""
+        """Return engines that would serve better than the running ones; None if the running ones are best."""
         if info.disaggregate is None:
             return self._judge_one(measured, stats.work, info)
         return self._judge_pair(stats, info)
@@ -154,7 +154,7 @@ class PairSwitch:
         self._next: EngineConfig | None = None
         """Configuration to start once the engine has ended."""
         self._why = ""
-        """Reason of the engines that run, or why they are no others."""
+        """Reason why these engines run, or why they were not replaced."""
 
     @property
     def is_on(self) -> bool:
@@ -192,7 +192,7 @@ class PairSwitch:
         self._of.queue.learns_all |= self.is_on
 
     def note_step(self) -> None:
-        """Look at what was measured, every few steps."""
+        """Evaluate the measurements, every few steps."""
         self._count += 1
         if self._count % _EVERY or self._task is not None:
             return
@@ -210,13 +210,13 @@ class PairSwitch:
             self._start()
 
     def note_idle(self) -> None:
-        """Use the moment: no request is open."""
+        """Start a pending switch: no request is open."""
         if self._wanted is not None and self._task is None:
             self._start()
 
     def take_exit(self, cause: str) -> EngineConfig | None:
-        """Return what is to start after an engine that ended because of a switch, or whose first start after
-        one failed. None for any other end.
+        """Return the config to start after an engine that ended because of a switch, or whose first start
+        after a switch failed. None for any other end.
         """
         if self._next is not None:
             planned, self._next = self._next, None

@@ -36,8 +36,8 @@ class PoisonDetector:
     """State machine that finds the request that kills its engine (see the module). Requests are ids."""
 
     def __init__(self, recall: Callable[[str], None]) -> None:
-        """`recall` has the engine give a request back, whose client goes on waiting. `record_recall` tells
-        that it did; `record_end`, that the request had ended before.
+        """`recall` takes a request back from the engine, while its client keeps waiting. Call `record_recall`
+        once the engine has returned it, or `record_end` if it had ended before.
         """
         self._recall = recall
         self._crashes: dict[str, int] = {}
@@ -46,12 +46,14 @@ class PoisonDetector:
         self._newcomers: list[str] = []
         self.on_trial: str | None = None
         self.recalled: str | None = None
-        """The one on trial, if it has passed and the engine has not given it back yet."""
+        """Request on trial, if it has passed and the engine has not returned it yet."""
         self._delivered = 0
         self._is_apart = False
-        """Each is tried alone: those that passed are outside the engine until the trial ends."""
+        """True if each request is tried alone: those that passed stay outside the engine until the trial
+        ends.
+        """
         self.narrowed = False
-        """The last crash convicted nobody, and the next one of the trial will."""
+        """True if the last crash identified no guilty request, and the next crash of the trial will."""
         self.proven: set[str] = set()
         """Requests that passed a trial and were not found guilty later, since `forget`."""
 

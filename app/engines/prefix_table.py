@@ -1,5 +1,5 @@
-"""Table of prompt fronts that engines computed: how much of a prompt one of them has in its prefix cache, and
-which of several has most.
+"""Table of prompt prefixes that engines computed: how much of a prompt an engine has in its prefix cache, and
+which of several replicas has most.
 """
 
 from array import array
@@ -11,14 +11,14 @@ from typing import Final
 from llmbox.engine.ipc.messages import AddRequest
 
 MOST_BLOCKS: Final = 256
-"""Blocks of a prompt that are hashed: longer fronts decide no choice."""
+"""Maximum number of prompt blocks that are hashed: longer prefixes do not change the choice."""
 
 
 def block_hashes(request: AddRequest, block_size: int, most: int = MOST_BLOCKS) -> list[bytes]:
-    """Hash the whole blocks of a prompt's front, at most `most`, as the engine's prefix cache does.
+    """Hash the first full blocks of a prompt, at most `most`, as the engine's prefix cache does.
 
     An adapter starts a chain of its own. Images are not hashed: prompts that differ in them alone go to the
-    same replica, which is no error.
+    same replica, which is not an error.
     """
     parent = sha256((request.cache_namespace + request.adapter).encode()).digest()
     whole = min(len(request.prompt_ids) // block_size, most)
@@ -55,7 +55,7 @@ class PrefixTable:
         return min(best, key=lambda name: (loads[name], self._sizes.get(name, 0), name))
 
     def count_known(self, replica: str, hashes: Sequence[bytes]) -> int:
-        """Return the blocks of a front that a replica was sent before."""
+        """Return the blocks of a prefix that were sent to a replica before."""
         return self._matched(hashes, {replica: 0}).get(replica, 0)
 
     def record(self, replica: str, hashes: Sequence[bytes]) -> None:

@@ -21,14 +21,14 @@ from .prefix_table import PrefixTable, block_hashes
 from .step_times import LEAST_WEIGHT, ForecastErrors, MeasuredSteps
 
 USUAL_ANSWER: Final = 512
-"""Tokens of an answer before any has ended; fewer where a request asks for fewer."""
+"""Expected tokens of an answer before any has ended; fewer if a request asks for fewer."""
 LOWEST_BAND: Final = 8
-"""Priorities beyond it are one, as in the engine's scheduler."""
+"""Priorities beyond it count as equal, as in the engine's scheduler."""
 _LONGEST_WAIT: Final = 60
 _SAMPLED: Final = 8
-"""Steps of which one is learned from while nothing depends on it; the first two of these all."""
+"""Learn from one of so many steps while no decision depends on it; always from the first two."""
 _REFUSING_S: Final = 10.0
-"""Most seconds between two refusals that count as one time of refusals."""
+"""Maximum seconds between two refusals of the same period of refusals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class Forecast:
     ends_every: float
     """Time between the ends of two running requests."""
     is_first: bool
-    """No request of its class or a better one is open."""
+    """True if no request of its class or a better one is open."""
     is_behind: bool
-    """Other prompts are computed before its own."""
+    """True if other prompts are computed before its own."""
     measured_ttft: float
     measured_tpot: float
-    """`ttft` and `tpot` as the times of steps give them, without the factors of earlier errors."""
+    """`ttft` and `tpot` computed from step times, before correction by earlier errors."""
 
     def missed(self, target: LatencyTarget, waited: float = 0.0) -> list[str]:
-        """Return which targets it would miss: `ttft`, `tpot`. `waited`: seconds since the request came."""
+        """Return which targets it would miss: `ttft`, `tpot`. `waited`: seconds since the request arrived."""
         return missed_targets(self.ttft + waited, self.tpot, target)
 
     def never_met(self, target: LatencyTarget) -> list[str]:
@@ -61,7 +61,7 @@ class Forecast:
         return missed_targets(self.idle_ttft, self.idle_tpot, target)
 
     def seconds_to_try(self, target: LatencyTarget) -> int:
-        """Return when the queue is short enough, if nothing else comes."""
+        """Return the seconds until the queue is short enough, if no other request arrives."""
         wait = self.ttft - target.ttft
         if self.tpot > target.tpot:
             wait = max(wait, self.ends_every)
@@ -76,28 +76,28 @@ def missed_targets(ttft: float | None, tpot: float | None, target: LatencyTarget
 
 @dataclass(slots=True)
 class AdmissionCounts:
-    """Requests by what became of them, since the model was loaded."""
+    """Number of requests by outcome, since the model was loaded."""
 
     admitted: int = 0
     refused: int = 0
     missed: int = 0
-    """Admitted ones that missed a target."""
+    """Admitted requests that missed a target."""
 
 
 @dataclass(slots=True)
 class _Entry:
     band: int
     tokens: int
-    """Prompt tokens that are to be computed; 0 once a token came."""
+    """Prompt tokens still to be computed; 0 after the first output token."""
     hashes: Sequence[bytes] = ()
     most: int = 1
-    """Most tokens of its answer."""
+    """Maximum number of output tokens."""
     output: Sequence[int] = ()
-    """Tokens of its answer so far."""
+    """Output tokens so far."""
 
 
 class QueueModel:
-    """Model of one engine. It is told of each request and each step, and outlasts restarts of the engine."""
+    """Model of one engine. It is notified of each request and step, and survives restarts of the engine."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -107,7 +107,7 @@ class QueueModel:
         """Times of one engine, and of pairs of engines (`--disaggregate`)."""
         self.times = self._times_of[None] = MeasuredSteps(self._refusing)
         self.learns_all = False
-        """Learn from every step: requests are admitted by forecasts, or engines chosen by their times."""
+        """Learn from every step: admission or the choice of engines depends on it."""
         self.counts = AdmissionCounts()
         self._refused_at, self._refusing_s = -math.inf, 0.0
         self.errors = {False: ForecastErrors(), True: ForecastErrors()}
@@ -115,16 +115,18 @@ class QueueModel:
         a burst the cores have more to do than before.
         """
         self.never_met = ""
-        """Targets that the newest request missed although it waited for no other, in words; empty if none."""
+        """Text naming the targets that the newest request missed although it waited for no other; empty if
+        none.
+        """
         self.warned_of: LatencyTarget | None = None
-        """Target of which the log says so."""
+        """Target whose miss was logged last."""
         self._serial: float | None = None
         """Seconds a prompt token where another engine computes prompts (`--disaggregate`)."""
         self._first_at = -math.inf
         self._step_at = -math.inf
-        """When the step under way began, or a little later."""
+        """Time at which the current step began, or slightly later."""
         self._new_tokens = 0
-        """Prompt tokens of requests that came since then, which it does not compute."""
+        """Prompt tokens of requests that arrived since, which the current step does not compute."""
         self._answer: float | None = None
         """Mean output tokens of ended requests."""
         self._open: dict[str, _Entry] = {}
@@ -132,7 +134,7 @@ class QueueModel:
         self._requests: Counter[int] = Counter()
         """Open requests by band."""
         self._prompts: Counter[int] = Counter()
-        """Prompt tokens of those without a token, by band."""
+        """Prompt tokens of open requests without an output token, by band."""
         self._prefixes = PrefixTable()
 
     # ------------------------------------------------------------------ what happens
@@ -145,7 +147,7 @@ class QueueModel:
         self._prefixes = PrefixTable(most_blocks=max(1, info.num_blocks))
 
     def observe(self, stats: EngineStats) -> None:
-        """Learn from the step that came with these counters, or pass over it."""
+        """Learn from the step that these counters report, or skip it."""
         before, self._stats = self._stats, stats
         self._step_at, self._new_tokens = self._clock(), 0
         steps = stats.work.steps
@@ -219,8 +221,8 @@ class QueueModel:
     # ------------------------------------------------------------------ forecasts
 
     def forecast(self, requests: Sequence[AddRequest]) -> Forecast | None:
-        """Predict the times of requests that come together, the choices of one call. None where no step was
-        measured, as with engines that do not tell theirs.
+        """Predict the times of requests that come together, the choices of one call. None if no step was
+        measured, as with engines that do not report steps.
         """
         self.learns_all = True
         if (info := self._known) is None:
@@ -268,12 +270,12 @@ class QueueModel:
         )
 
     def forget(self, requests: Sequence[AddRequest]) -> None:
-        """Drop what `forecast` kept of requests that are refused."""
+        """Drop the state that `forecast` kept for refused requests."""
         for request in requests:
             self._estimates.pop(request.request_id, None)
 
     def refuse(self, requests: Sequence[AddRequest]) -> None:
-        """Note that requests are refused by their forecast."""
+        """Record that requests were refused by their forecast."""
         self.forget(requests)
         self.counts.refused += 1
         now = self._clock()
@@ -302,7 +304,7 @@ class QueueModel:
     def _ahead(self, band: int) -> int:
         """Return the prompt tokens to be computed before a new request of a band.
 
-        What was computed of prompts under way counts for worse bands first, of which it may be.
+        Computed tokens of prompts in progress count for worse bands first, as they may belong to one.
         """
         total = self._prompts.total()
         ahead = sum(tokens for each, tokens in self._prompts.items() if each <= band)

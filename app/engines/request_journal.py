@@ -47,14 +47,14 @@ class TokenStream:
         self.lost_s = 0.0
         """Seconds from being sent to an engine that died to being sent to the next one."""
         self.times: SequenceTimes | None = None
-        """Times that the engine told at its end."""
+        """Times that the engine reported at its end."""
         self.awaits_times = False
-        """True if it was cancelled and the engine has not told its times yet."""
+        """True if it was cancelled and the engine has not reported its times yet."""
         self.on_times: Callable[[TokenStream], None] = lambda _: None
-        """Called when they have come, or will not."""
+        """Called when the times have arrived, or never will."""
         self._cancel = cancel
         self.outputs: deque[RequestOutput] = deque()
-        """Outputs that were not read yet."""
+        """Unread outputs."""
         self.wake: asyncio.Future[None] | None = None
         """Future that a reader without outputs sets and waits for."""
         self._first_seen = False
@@ -119,7 +119,7 @@ class TokenStream:
         self.sent_at = now
 
     def note_times(self, times: SequenceTimes | None) -> None:
-        """Take the engine's times; None: they will not come."""
+        """Set the engine's times; None: they will not arrive."""
         self.times, self.awaits_times = times, False
         self.on_times(self)
 
@@ -205,7 +205,7 @@ class RequestJournal:
         self._in_engine: dict[str, None] = {}
         """Requests sent and not yet ended by the engine, in order of sending. Includes cancelled ones."""
         self._cancelled: dict[str, TokenStream] = {}
-        """Streams that ended while an engine had their request, until it tells their times."""
+        """Streams that ended while an engine had their request, until it reports their times."""
         self._interrupted: set[str] = set()
         """Requests that were in an engine that died and have not been sent to the next one yet."""
         self._detector = PoisonDetector(lambda request_id: send(AbortRequest(request_id=request_id)))
@@ -259,7 +259,7 @@ class RequestJournal:
                 stream.push(output)
 
     def note_times(self, request_id: str, times: SequenceTimes) -> None:
-        """Take the times of a request whose last output comes with them."""
+        """Set the times that arrived with a request's last output."""
         stream = self._open.get(request_id) or self._cancelled.pop(request_id, None)
         if stream is not None:
             stream.note_times(times)
@@ -307,8 +307,8 @@ class RequestJournal:
         return guilty
 
     def resend(self, request_id: str, most: int) -> None:
-        """Send one request again, whose engine is gone while those of others go on. After `most` resumes it
-        fails.
+        """Resend one request whose engine is gone while other engines continue. It fails after `most`
+        resumes.
         """
         stream = self._open.get(request_id)
         if stream is None or self._in_engine.pop(request_id, self) is self:
@@ -356,7 +356,7 @@ class RequestJournal:
                 self.resumed += 1
 
     def _forget_cancelled(self) -> None:
-        """Wait no longer for times that an engine may never tell."""
+        """Stop waiting for times that an engine may never report."""
         cancelled, self._cancelled = self._cancelled, {}
         for stream in cancelled.values():
             stream.note_times(None)

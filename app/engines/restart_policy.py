@@ -236,7 +236,9 @@ class Watchdog:
         elif self._silent >= limits.busy_load_ticks:
             self._give_up("progress", self._silent, "its load has been in one stage for too long")
         elif self._unused == limits.unready_ticks:
-            log.warning("engine %s loads and stands still: %.0f s so far", self._watched.name, self.silence)
+            log.warning(
+                "engine %s is loading without progress: %.0f s so far", self._watched.name, self.silence
+            )
 
     def _computes(self) -> bool:
         before, least = self._work, 0.0

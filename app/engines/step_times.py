@@ -1,7 +1,6 @@
-"""Time of an engine's steps by what is in them, learned from the counters that come with each step, and how
-wrong the forecasts were that were made from it.
-
-Nothing is assumed of the model or the machine. Times are seconds, sizes are tokens.
+"""Time of an engine's steps by their content, learned from the counters of each step, and the errors of
+forecasts made from it. Nothing is assumed about the model or the machine. Times are seconds, sizes are
+tokens.
 """
 
 import math
@@ -19,13 +18,13 @@ busy when it was measured must not have requests refused for ever."""
 LEAST_WEIGHT: Final = 0.1
 """Weight of a new measurement in a running mean."""
 _KEPT: Final = 16
-"""Times of a size that are kept."""
+"""Number of times kept for each size."""
 _SLOW_WEIGHT: Final = 1 / 64
 """Weight of a step in means over many steps."""
 _FAST_WEIGHT: Final = 1 / 4
 """Weight of a step in the mean over the last few."""
 _PACES: Final = (0.5, 3.0)
-"""Least and most that one step counts for in it."""
+"""Minimum and maximum weight of one step in that mean."""
 
 
 @dataclass(slots=True)
@@ -186,7 +185,7 @@ class MeasuredSteps:
     """Times of one engine's steps."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` goes on while requests are refused (`STALE_S`)."""
+        """`clock` keeps running while requests are refused (`STALE_S`)."""
         self.decode = StepCurve(clock)
         """Steps of running requests alone, by their number."""
         self.mixed = StepCurve(clock)
@@ -206,7 +205,7 @@ class MeasuredSteps:
         return max(1.0, self._pace)
 
     def rest(self) -> None:
-        """Record that no request is open: measurements start anew with the next steps."""
+        """Record that no request is open: measurements restart with the next steps."""
         self.extra, self._pace = 0.0, 1.0
 
     @property
@@ -243,7 +242,7 @@ class MeasuredSteps:
         self.interference = Interference()
 
     def predict_decode(self, rows: int) -> float:
-        """Predict a step of so many running requests."""
+        """Predict a step of this number of running requests."""
         return (self.decode if self.decode.is_measured else self.mixed).predict(rows)
 
     def predict_mixed(self, rows: int, prompt_tokens: int) -> float:

@@ -80,7 +80,7 @@ class Supervisor:
         self._deaths = RestartPolicy(self._options.deaths, self._options.clock)
         self._breaker = RestartBreaker(self._options.deaths, self._options.clock)
         self._half_open = False
-        """One start is being tried after the model was given up."""
+        """True while one start is tried after the model was given up."""
         self.readmit: Callable[[EngineConfig], Awaitable[EngineConfig]] = keep_config
         """Called before that start, or one with other options: their memory may be taken. Raises ApiError."""
         self.pair_switch = PairSwitch(self, self._options.clock)
@@ -109,9 +109,8 @@ class Supervisor:
         return stream
 
     def check_room(self, requests: int, tenant: str = "") -> None:
-        """Raise what `submit` of so many requests would raise.
-
-        Where other tenants fill the queue, a tenant still has some places of its own.
+        """Raise the error that `submit` of so many requests would raise. If other tenants fill the queue, a
+        tenant still has some places of its own.
         """
         refuse_by_state(self.name, self.state, self.seconds_to_try)
         assert self.info is not None
@@ -150,7 +149,7 @@ class Supervisor:
         return await self._queries.blocks.fetch() if self.state == "ready" else None
 
     async def profile_steps(self, *, is_on: bool) -> StepProfile | None:
-        """Start or end counting where the time of steps goes. None as for `block_map`."""
+        """Start or stop the profile of the engine's steps. None as for `block_map`."""
         return await self._queries.profile(is_on=is_on) if self.state == "ready" else None
 
     async def weight_rows(self, asked: AskRows) -> WeightRows | None:
@@ -198,7 +197,9 @@ class Supervisor:
 
     @property
     def problem(self) -> str:
-        """`cause`, and how long a load has stood still, or when a model that was given up starts again."""
+        """`cause`, with the seconds without progress of a load, or the time until a model that was given up
+        starts again.
+        """
         silence, seconds = self._watchdog.silence, self.seconds_to_try
         if silence and self.state in {"loading", "restarting"}:
             return f"{self.cause}; it has stood still for {silence:.0f} s"
@@ -300,7 +301,7 @@ class Supervisor:
             self._deaths.add()
         if guilty is not None:
             self._deaths.forgive(self._requests.proven)
-            log.error("engine %s: request %s brought it down repeatedly and is given up", self.name, guilty)
+            log.error("engine %s: request %s crashed it repeatedly and is given up", self.name, guilty)
         self._change("restarting", f"the engine died and is being restarted: {death.cause}")
 
     def _fail_start(self, error: ApiError) -> None:

@@ -125,7 +125,7 @@ def _note_never_met(
 ) -> None:
     """Record that a request missed its target although nothing kept it waiting. Logged once for each target.
 
-    A forecast alone is no proof: for a batch size that no step has had yet it is too long.
+    A forecast alone proves nothing: it is too long for a batch size that no step has had yet.
     """
     missed = missed_targets(ttft, record.tpot_s, target)
     if not missed:

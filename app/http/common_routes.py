@@ -77,7 +77,7 @@ class Version(msgspec.Struct):
 
 @get("/", media_type=MediaType.TEXT, sync_to_thread=False, opt={"access": Access.LIVENESS}, name="index")
 def index(request: StrictRequest) -> Response[str]:
-    """Return a page of what is here to browsers, and to programs the text that Ollama's clients look for."""
+    """Return a start page to browsers, and to programs the text that Ollama's clients look for."""
     is_page = wants_page(request)
     body, kind = (card_page("Serving", INDEX), MediaType.HTML) if is_page else (OLLAMA, MediaType.TEXT)
     return Response(body, media_type=kind, headers={"Vary": "Accept"})

@@ -32,7 +32,7 @@ from .server.sse import EventStreamResponse, SseOptions, data_event, while_conne
 SESSION: Final = "mcp-session-id"
 VERSION: Final = "mcp-protocol-version"
 MOST_SESSIONS: Final = 256
-"""Sessions that are kept; the one that was used the longest time ago gives way."""
+"""Maximum number of sessions; the least recently used one is dropped."""
 CANCELLED: Final = -32800
 _STREAM: Final = SseOptions(last=b"")
 

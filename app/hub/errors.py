@@ -70,7 +70,7 @@ def of_status(status: int, headers: Headers | None, what: str, token: str | None
             "hub_busy",
             f"the hub limits requests for {what}",
             "HTTP 429: too many requests",
-            "try again later; with HF_TOKEN set the limits are wider",
+            "try again later; with HF_TOKEN set the limits are higher",
             retry=True,
             retry_after=_seconds(headers),
         )

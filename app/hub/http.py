@@ -244,7 +244,7 @@ class _Attempt:
         except OSError as error:
             self.problem = f"{self._host} port {self._port}: {error.strerror or error}"
         except UnicodeError:
-            self.problem = f"{self._host!r} is no host name"
+            self.problem = f"{self._host!r} is not a host name"
         finally:
             self.ended.set()
 

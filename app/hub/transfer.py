@@ -199,7 +199,7 @@ def _stream(
         _check_answer(answer, file)
         if answer.start != progress.done:
             if answer.start != 0:
-                raise _broken_off(file, "another range was sent than asked for")
+                raise _broken_off(file, "the server sent another range than requested")
             out.truncate(0)
             progress.done, digest = 0, new_hash(file)
         while progress.done < file.size:
@@ -207,7 +207,7 @@ def _stream(
                 raise DownloadStopped
             data = answer.body.read1(min(CHUNK, file.size - progress.done))
             if not data:
-                raise _broken_off(file, f"{progress.done} of {file.size} bytes came")
+                raise _broken_off(file, f"{progress.done} of {file.size} bytes arrived")
             _write(out, data, means, file.size - progress.done)
             digest.update(data)
             progress.done += len(data)

@@ -87,7 +87,7 @@ class BackgroundTasks:
             await asyncio.wait((found.task,))
 
     async def finish(self, drain: Drain, patience: float) -> None:
-        """Wait for the drain. Running tasks may then go on for `patience` seconds, or until the drain
+        """Wait for the drain. Running tasks may then continue for `patience` seconds, or until the drain
         expires.
         """
         await drain.begun.wait()

@@ -161,7 +161,7 @@ class StdioChannel:
             self._said.extend(line.decode("utf-8", "replace") for line in lines if line.strip())
 
     async def _ended(self) -> ServerProblem:
-        """Say how the program ended; its pipes may close a moment before it does."""
+        """Describe how the program ended; its pipes may close a moment before it does."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 await self._process.wait()
@@ -190,7 +190,7 @@ def result_of(message: dict[str, Any]) -> Any:
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
-        """Follow nothing: the owner allowed one host."""
+        """Refuse redirects: the owner allowed one host."""
 
 
 class HttpChannel:

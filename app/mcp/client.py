@@ -70,7 +70,7 @@ class McpClient:
             raise
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ServerResult:
-        """Call a tool. Raises ServerProblem, where the server is of no further use."""
+        """Call a tool. Raises ServerProblem if the server cannot be used any further."""
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 found = await self.channel.request("tools/call", {"name": tool, "arguments": arguments})
@@ -89,7 +89,7 @@ async def _begin(channel: McpChannel) -> list[ServerTool]:
     begun = await channel.request("initialize", hello)
     version = begun.get("protocolVersion") if isinstance(begun, dict) else None
     if version not in VERSIONS and version != "2024-11-05":
-        raise ServerProblem(f"it speaks MCP {version}; this version speaks {', '.join(VERSIONS)}")
+        raise ServerProblem(f"it speaks MCP {version}; llmbox speaks {', '.join(VERSIONS)}")
     await channel.notify("notifications/initialized", {})
     tools: list[ServerTool] = []
     cursor: Any = None
@@ -120,7 +120,7 @@ def _read_tool(entry: Any) -> ServerTool | None:
 
 
 def _as_text(result: dict[str, Any]) -> str:
-    """Return a result as the model reads it: its texts, and a word for what is no text."""
+    """Return a result as the model reads it: its texts, and a note for other content."""
     parts = []
     content = result.get("content")
     for each in content if isinstance(content, list) else []:

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from .features import Report, Tool, ToolApi, ToolError
 
 LOOK_AGAIN: Final = 0.5
-"""Seconds between two looks at a load or a download that a call waits for."""
+"""Polling interval in seconds of a load or download that a call waits for."""
 _Model = Annotated[str, Meta(description="Name as in list_models, a short name, org/name or a path.")]
 _Wait = Annotated[
     float,
@@ -83,7 +83,7 @@ _INFO: Final = ("device", "dtype", "quant", "context_window", "weights_bytes", "
 
 
 def _brief(model: dict[str, Any]) -> dict[str, Any]:
-    """Keep of a model in memory what matters to its user."""
+    """Select the fields of a loaded model that matter to a user."""
     names = ("name", "aliases", "state", "cause", "ref", "chat", "pinned", "open_requests", "expires_s")
     found = {name: model.get(name) for name in names}
     info, stats = model.get("info") or {}, model.get("stats") or {}
@@ -161,7 +161,7 @@ async def _wait(
     describe: Callable[[dict[str, Any]], tuple[float, float | None, str]],
     report: Report,
 ) -> dict[str, Any]:
-    """Look until it is over or `seconds` are, with a report whenever something changed."""
+    """Poll until it has ended or `seconds` have passed, and report each change."""
     clock = asyncio.get_running_loop().time
     end, said = clock() + seconds, None
     while True:

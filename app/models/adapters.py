@@ -201,7 +201,7 @@ def _absolute(folder: Path) -> Path:
     try:
         return folder.expanduser().absolute()
     except RuntimeError as error:  # ~nobody
-        raise _refused(f"{folder} is no folder: {error}") from None
+        raise _refused(f"{folder} is not a folder: {error}") from None
 
 
 def _parsed(folder: Path) -> Adapter:
@@ -212,7 +212,9 @@ def _parsed(folder: Path) -> Adapter:
 
 
 def _refused(why: str) -> CliError:
-    return CliError("this adapter cannot be used", why, "docs/adapters.md has what is read", Exit.FAILED)
+    return CliError(
+        "this adapter cannot be used", why, "docs/adapters.md lists what is supported", Exit.FAILED
+    )
 
 
 def _check(ref: ModelRef, folder: Path) -> None:

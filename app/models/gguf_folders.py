@@ -141,7 +141,7 @@ def folder_of(
         return made or _make(file, place, projector, problem, is_asked=is_asked)
     except ModelError as error:
         raise CliError(
-            f"{file.name} cannot be served", str(error), "docs/models.md has what can be read", Exit.FAILED
+            f"{file.name} cannot be served", str(error), "docs/models.md lists what is supported", Exit.FAILED
         ) from None
     except OSError as error:
         raise CliError(

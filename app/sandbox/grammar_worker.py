@@ -29,7 +29,7 @@ def answer(message: dict[str, Any]) -> dict[str, str]:
         return {"error": f"it needs more than {MEMORY_BYTES >> 20} MB of memory"}
     except RecursionError:
         return {"error": "it nests too deeply"}
-    # Whatever a grammar does wrong is an answer, not a crash. A panic of the library is no Exception.
+    # Whatever a grammar does wrong is an answer, not a crash. A panic of the library is not an Exception.
     except BaseException as problem:  # noqa: BLE001
         error = str(problem) or type(problem).__name__
     if error and not error.startswith("WARNING"):

@@ -216,7 +216,7 @@ def without_values(spec: ChatToolServer) -> ChatToolServer:
 
 
 def has_values(spec: ChatToolServer) -> bool:
-    """Return whether a server stands in the database with its secrets: older versions wrote it so."""
+    """Return whether the database has a server's secrets, as older versions wrote them."""
     return any([*spec.headers.values(), *spec.environment.values()])
 
 

@@ -52,7 +52,7 @@ def set_aside(path: Path) -> None:
     for end in SIDES:
         if (part := path.with_name(path.name + end)).exists():
             part.rename(path.with_name(aside + end))
-    log.warning("the request log %s is damaged: moved to %s, a new one was begun", path.name, aside)
+    log.warning("the request log %s is damaged: moved to %s, a new one was started", path.name, aside)
 
 
 def erase_damaged(path: Path, before: float) -> None:

@@ -52,7 +52,7 @@ class SequenceRecord(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     sending: int = 0
     """On the way to the engine, which reads its messages between two steps."""
     unsplit: int = 0
-    """In an engine that told no times."""
+    """In an engine that reported no times."""
     queued: int = 0
     preempted: int = 0
     prefill: PhaseRecord = NO_PHASE
@@ -101,7 +101,7 @@ NOT_NOW: Final = {
     "server_shutdown",
     "draining",
 }
-"""Error codes of 503 answers that are no failure: the box is busy, starting or stopping, or an operator
+"""Error codes of 503 answers that are not failures: the box is busy, starting or stopping, or an operator
 decided.
 """
 

@@ -77,7 +77,7 @@ class RetentionClock:
     def _is_believed(self, lead: float, monotonic: float) -> bool:
         if self._doubt is None or abs(self._doubt[0] - lead) > _LEAP_S:
             self._doubt = lead, monotonic
-            log.warning("the wall clock has jumped ahead: for a day, the request log erases nothing by it")
+            log.warning("the wall clock has jumped ahead: for a day, the request log deletes nothing by age")
         return monotonic - self._doubt[1] >= _DOUBT_S
 
 
@@ -112,7 +112,7 @@ class Trimmer:
             self._sweep_files(now)
             trim(engine, self._path, self._keep, now)
         except Exception as error:  # noqa: BLE001 - tried again in an hour
-            log.warning("the request log keeps what it should forget: %s", first_line(error))
+            log.warning("the request log could not delete old rows: %s", first_line(error))
 
     def _sweep_files(self, now: float) -> None:
         if self._keep.sweep_files is not None:

@@ -63,7 +63,7 @@ class RequestLog:
         self.dropped = 0
         self.keep = keep or Retention()
         self.content_bytes = content_bytes
-        """Limit in bytes of what is kept of a prompt, of an answer and of a request's body."""
+        """Maximum bytes kept of a prompt, of an answer and of a request's body."""
         self._trimmer = Trimmer(path, self.keep)
         self._queue: queue.Queue[_Item | Callable[[], None] | None] = queue.Queue(_QUEUE_LIMIT)
         self._room = ContentBudget(_QUEUED_CONTENT)
@@ -79,7 +79,7 @@ class RequestLog:
         self._thread.start()
 
     def discard_all(self) -> None:
-        """Keep nothing of what is written from now on; in place of `start`."""
+        """Discard everything that is written from now on; call it instead of `start`."""
         self._discards = True
 
     def write(
@@ -186,7 +186,7 @@ class RequestLog:
             async with asyncio.timeout(_ASK_S):
                 return await asyncio.shield(asyncio.wrap_future(done))
         except TimeoutError:
-            raise StoreError("the request log is still busy; what was asked of it is done later") from None
+            raise StoreError("the request log is still busy; the operation runs later") from None
 
     def submit(self, call: "Callable[[Engine | None], None]", size: int = 0) -> bool:
         """Run `call` in the writer thread, with None while the file cannot be opened. It must not raise.

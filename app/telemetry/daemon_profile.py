@@ -1,4 +1,4 @@
-"""Processor time of the daemon's threads, and of the event loop by what it does, counted on request."""
+"""Processor time of the daemon's threads, and of the event loop by activity, measured on request."""
 
 import sys
 import threading
@@ -37,7 +37,7 @@ class DaemonTimes(Struct, kw_only=True):
     threads: dict[str, float]
     """By thread; `event loop` is the one that serves requests."""
     loop: dict[str, float]
-    """The event loop's time by what it did, from samples of its stack."""
+    """Time of the event loop by activity, from samples of its stack."""
 
 
 class DaemonProfiler:

@@ -28,7 +28,7 @@ _REASONS = {
     0x40: "hardware thermal",
     0x80: "power brake",
 }
-# Not listed: idle (0x01), chosen application clocks (0x02) and display clocks (0x100) are no problem.
+# Not listed: idle (0x01), chosen application clocks (0x02) and display clocks (0x100) are harmless.
 
 
 def throttle_reasons(bits: Number) -> tuple[str, ...]:

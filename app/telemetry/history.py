@@ -157,7 +157,7 @@ def _find(engine: "Engine", step: int, since: int) -> list[tuple[int, str]]:
 
 
 IDLE_GAP_S: Final = 75
-"""Longest time between two samples of a running daemon: an idle one takes one a minute."""
+"""Maximum time between two samples of a running daemon: an idle one takes one a minute."""
 
 
 def resample(chart: Chart, since: int, until: int, most: int) -> Chart:

@@ -325,7 +325,7 @@ def _gpus(tick: Tick) -> Iterator[Alert]:
 def _describe_strain(gpu: GpuReading) -> str:
     held = [reason for reason in gpu.throttle if reason not in {"power cap", "sync boost"}]
     if held:
-        return f"clocks held down ({', '.join(held)})"
+        return f"clocks throttled ({', '.join(held)})"
     if gpu.temperature is not NA and gpu.temperature >= HOT:
         return f"{gpu.temperature:.0f} °C"
     return ""

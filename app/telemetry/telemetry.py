@@ -169,7 +169,7 @@ class Poller:
         return self._events.subscribers > 0 or self._gateway.open_count > 0
 
     async def run(self) -> None:
-        """Poll until cancelled. The first poll waits as well: a start has better things to do."""
+        """Poll until cancelled. The first poll waits too, so that it does not slow the start."""
         loop = asyncio.get_running_loop()
         while True:
             if not self.is_busy:
@@ -185,7 +185,7 @@ class Poller:
             await asyncio.sleep(max(0.0, begun + BUSY_S - loop.time()))
 
     async def newest(self) -> Tick:
-        """Return a tick of this moment, give or take a second."""
+        """Return a tick that is at most about a second old."""
         if self._clock() - self.last.time > BUSY_S + 0.5:
             await self.poll()
         return self.last
@@ -374,7 +374,7 @@ class Telemetry:
         self._task = asyncio.create_task(self.poller.run(), name="telemetry")
 
     async def newest(self) -> Tick:
-        """Return a tick of this moment, give or take a second."""
+        """Return a tick that is at most about a second old."""
         return Tick(time=0.0) if self.poller is None else await self.poller.newest()
 
     async def close(self) -> None:

@@ -91,7 +91,7 @@ class ControlTokens:
 def _any_of(literals: Iterable[str]) -> re.Pattern[str]:
     """Compile a pattern for the longest of these, as a trie: its time does not grow with their number.
 
-    Raises ModelError where hundreds of them are beginnings of each other.
+    Raises ModelError if hundreds of them are prefixes of each other.
     """
     trie: _Trie = {}
     for literal in literals:
@@ -102,7 +102,7 @@ def _any_of(literals: Iterable[str]) -> re.Pattern[str]:
     try:
         return re.compile(_trie_regex(trie) if trie.keys() - {""} else r"(?!)")
     except (RecursionError, re.error, OverflowError):
-        raise ModelError("tokenizer.json: its added tokens are beginnings of each other too often") from None
+        raise ModelError("tokenizer.json: too many of its added tokens are prefixes of each other") from None
 
 
 def _trie_regex(trie: "_Trie") -> str:

@@ -94,7 +94,7 @@ def _checked(config: ModelConfig, answers: tuple[int, int] | None) -> tuple[int,
     if not config.has_head:
         raise not_a_reranker("it has neither a head nor a row of scores")
     if answers is None:
-        raise not_a_reranker("'yes' and 'no' are no tokens of it")
+        raise not_a_reranker("'yes' and 'no' are not tokens of its vocabulary")
     return answers
 
 
@@ -150,7 +150,7 @@ async def build_rerank_prompts(
 ) -> list[list[int]]:
     """Build one prompt of token ids for each document. The template is rendered once. Raises ApiError."""
     if text.chat_template is None:
-        raise not_a_reranker("it has no chat template to ask in")
+        raise not_a_reranker("it has no chat template for the question")
     asked = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: "
     markers = SpecialTokenMarkers.absent_from("".join((text.chat_template, asked, *documents)))
     messages = [
@@ -165,7 +165,7 @@ async def build_rerank_prompts(
     variables |= {"messages": messages, "add_generation_prompt": True}
     before, place, after = (await pool.render(job(text.chat_template, variables))).partition(markers.tail)
     if not place:
-        raise not_a_reranker("its chat template leaves out what a user says")
+        raise not_a_reranker("its chat template omits the messages of users")
 
     def encode() -> list[list[int]]:
         marked = (text.control.mark(document, markers, every=True) for document in documents)

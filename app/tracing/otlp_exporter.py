@@ -32,7 +32,7 @@ TRIES: Final = 5
 """Attempts to send a batch."""
 LONGEST_WAIT_S: Final = 60.0
 _RETRIED: Final = frozenset({429, 502, 503, 504})
-"""Statuses after which OTLP wants the batch to be sent again; after others it is lost."""
+"""Statuses after which OTLP requires a retry of the batch; after others it is lost."""
 _TOKEN: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _VALUE: Final = re.compile(r"[\x20-\x7e]*")
 _OURS: Final = frozenset({"host", "content-length", "content-type", "transfer-encoding", "connection"})
@@ -211,7 +211,7 @@ def read_headers(file: str, environ: Mapping[str, str]) -> dict[str, str]:
     for name, value in pairs:
         is_header = _TOKEN.fullmatch(name) and _VALUE.fullmatch(value) and name.lower() not in _OURS
         if not is_header:
-            raise _bad_headers(place, f"{name[:64]!r} is no header that can be sent")
+            raise _bad_headers(place, f"{name[:64]!r} is not a header that can be sent")
     return dict(pairs)
 
 

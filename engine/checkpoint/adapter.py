@@ -39,7 +39,7 @@ _CHANGES_BASE = ("pissa", "corda", "olora", "loftq")
 
 
 class AdapterError(ModelError):
-    """The folder is no adapter that can be applied."""
+    """The folder is not an adapter that can be applied."""
 
     code = "bad_adapter"
 
@@ -118,7 +118,7 @@ def read_adapter(directory: Path) -> Adapter:
 
 def _read_adapter(directory: Path) -> Adapter:
     if not directory.is_dir():
-        raise AdapterError(f"{directory} is no folder: name the one with {CONFIG}")
+        raise AdapterError(f"{directory} is not a folder: name the one with {CONFIG}")
     config = _read_config(directory)
     _refuse_what_is_not_read(config, directory)
     file = directory / WEIGHTS
@@ -186,7 +186,9 @@ class _Parser:
         saved: dict[str, TensorEntry] = {}
         for entry in entries.values():
             if entry.dtype not in _WIDE:
-                raise self._wrong(entry, f"dtype {entry.dtype} is not read, only {', '.join(sorted(_WIDE))}")
+                raise self._wrong(
+                    entry, f"dtype {entry.dtype} is not supported, only {', '.join(sorted(_WIDE))}"
+                )
             self._sort(entry, parts, saved)
         targets = {name: self._target(name, found) for name, found in parts.items()}
         if not targets and not saved:
@@ -220,13 +222,13 @@ class _Parser:
             if _PART.fullmatch(rest):
                 part = "magnitude" if rest.startswith("lora_magnitude") else words[number]
                 if parts.setdefault(module, {}).setdefault(part, entry) is not entry:
-                    raise self._wrong(entry, "another tensor stands for the same module")
+                    raise self._wrong(entry, "another tensor is for the same module")
                 return
             if _SAVED.fullmatch(rest):
                 if saved.setdefault(module, entry) is not entry:
-                    raise self._wrong(entry, "another tensor stands for the same module")
+                    raise self._wrong(entry, "another tensor is for the same module")
                 return
-        raise self._wrong(entry, f"it is no part of a LoRA adapter: {_ASK_PEFT}")
+        raise self._wrong(entry, f"it is not part of a LoRA adapter: {_ASK_PEFT}")
 
     def _target(self, name: str, found: Mapping[str, TensorEntry]) -> AdapterTarget:
         a, b = found.get("lora_A"), found.get("lora_B")
@@ -242,7 +244,8 @@ class _Parser:
         told = self._ranks.get(_key_of(self._ranks, name), self._rank)
         if rank != told and self._config.get("target_parameters") and rank % told == 0:
             raise self._wrong(
-                a, "of target_parameters those of `experts` (gate_up_proj, down_proj) and routers are read"
+                a,
+                "of target_parameters, only `experts` (gate_up_proj, down_proj) and routers are supported",
             )
         if not 1 <= rank <= MAX_RANK:
             raise self._wrong(a, f"its rank is {rank}, allowed are 1 to {MAX_RANK}")
@@ -284,15 +287,15 @@ class _Parser:
         """Read names of modules, or ends of names, with a number each."""
         pattern = self._config.get(key) or {}
         if not isinstance(pattern, dict) or len(pattern) > 10_000:
-            raise AdapterError(f"{self._where}: {key} is no table of modules and numbers")
+            raise AdapterError(f"{self._where}: {key} is not a table of modules and numbers")
         read = self._whole if key == "rank_pattern" else self._number
         found: dict[str, float] = {}
         for name, value in pattern.items():
             literal = name.removeprefix("^").removeprefix(".*\\.").removesuffix("$").replace("\\.", ".")
             if re.search(r"[\\^$*+?{}\[\]|()]", literal):
                 raise AdapterError(
-                    f"{self._where}: {key} has the expression {_show(name)}; names of modules and their ends "
-                    "are read, regular expressions are not"
+                    f"{self._where}: {key} has the expression {_show(name)}; names of modules and "
+                    "their suffixes are supported, regular expressions are not"
                 )
             found[plain_name(literal)] = read(f"{key}[{_show(name)}]", value)
         return found

@@ -69,7 +69,7 @@ def refuse_undeclared(entry: TensorEntry) -> None:
     if entry.dtype in QUANTIZED_DTYPES:
         raise ModelError(
             f"{entry.file}: tensor {shown(entry.name)} is {entry.dtype}, but the quantization_config of "
-            f"config.json does not say so, or it is no linear of a layer; {FETCH_AGAIN}"
+            f"config.json does not cover it, or it is not a linear of a layer; {FETCH_AGAIN}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Conversion between bytes of a checkpoint's files and tensors, without numpy, which is no dependency.
+"""Conversion between bytes of a checkpoint's files and tensors, without numpy, which is not a dependency.
 
 The writer of safetensors checkpoints makes shards of a few gigabytes with an index, in an atomic directory.
 """

@@ -99,7 +99,7 @@ class LoadHistory:
         except OSError as error:
             with contextlib.suppress(OSError):
                 part.unlink()
-            log.warning("the load of experts is not kept in %s: %s", self._file, error.strerror)
+            log.warning("the load of experts is not saved in %s: %s", self._file, error.strerror)
 
     def _read(self) -> dict[str, Any]:
         try:

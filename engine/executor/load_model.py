@@ -172,7 +172,7 @@ def _from_cache(
         cache.discard(key, str(damage))
         return None
     except OSError as error:
-        log.warning("packed weights cannot be taken up: %s", error)
+        log.warning("packed weights cannot be reused: %s", error)
         return None
     anonymous = delta_or_none(before, memory_in_use(wanted.device))
     return model, None if anonymous is None else anonymous + source.mapped

@@ -256,7 +256,7 @@ def refuse_other_kernels(backends: Sequence[str]) -> None:
         if name != backends[0]:
             raise DeviceError(
                 f"rank {rank} can run other kernels ({name}) than rank 0 ({backends[0]}): the log says why, "
-                "and LLMBOX_KERNELS=reference takes the same on all"
+                "and LLMBOX_KERNELS=reference selects the same on all"
             )
 
 

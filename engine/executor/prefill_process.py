@@ -127,7 +127,7 @@ class PrefillProcess:
         except DaemonGone:
             self._end("it ended")
         except TransportError as error:
-            self._end(f"it sent what is no message: {error}")
+            self._end(f"it sent an invalid message: {error}")
 
     def _look(self) -> None:
         """End an engine that has used no processor time since the last look, nor waits for the machine."""
@@ -221,7 +221,7 @@ def start_pair(sizes: tuple[int, int]) -> EnginePair:
     cores = pick_cores(prefill + decode)
     if len(cores) < prefill + decode:
         raise ParallelError(
-            f"--disaggregate {prefill}:{decode} wants {prefill + decode} cores, and this process may use "
+            f"--disaggregate {prefill}:{decode} needs {prefill + decode} cores, and this process may use "
             f"{len(cores)}: ask for fewer"
         )
     handle = os.memfd_create("llmbox-handover", os.MFD_CLOEXEC)

@@ -149,7 +149,7 @@ def _require_support(
     """Raise DeviceError where the selected kernels lack what the plan, an option or the model needs."""
     if KV_DTYPES[plan.kv_dtype] not in ops.kv_dtypes:
         raise DeviceError(
-            f"the kernels that run here ({ops.name} on {device.type}) keep no keys and values in "
+            f"the kernels that run here ({ops.name} on {device.type}) cannot store keys and values in "
             f"{plan.kv_dtype}: load with --kv-dtype auto"
         )
     if config.deterministic and not ops.row_invariant:

@@ -20,7 +20,7 @@ def check_disaggregation(config: EngineConfig, shape: ModelShape, device: str, c
     reason = find_obstacle(config, device, is_encoder=shape.is_bidirectional)
     if not reason and prefill + decode > cores:
         have = f"{cores} core{'s' * (cores > 1)}"
-        reason = f"wants {prefill + decode} cores, and this process may use {have}: ask for fewer"
+        reason = f"needs {prefill + decode} cores, and this process may use {have}: ask for fewer"
     elif not reason and config.threads not in {None, prefill + decode}:
         reason = f"says how many threads each engine has: leave out --threads {config.threads}"
     if reason:

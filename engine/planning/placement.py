@@ -124,8 +124,8 @@ def _requested_placements(
         return
     if tp * pp > num_gpus:
         raise ParallelError(
-            f"--tp {tp} and --pp {pp} want {tp * pp} GPUs, and {num_gpus} can be seen: ask for fewer, or "
-            "look at CUDA_VISIBLE_DEVICES"
+            f"--tp {tp} and --pp {pp} need {tp * pp} GPUs, but {num_gpus} are visible: ask for fewer, or "
+            "check CUDA_VISIBLE_DEVICES"
         )
     peers = _stages_of_peers(nvlink, tp, pp) if tp > 1 else []
     for gpus in peers or _sets(range(num_gpus), tp * pp):
@@ -133,7 +133,7 @@ def _requested_placements(
             yield Placement(gpus=gpus)
             continue
         slow = tp > 1 and not peers
-        remark = ", which are no NVLink peers: sums go over PCIe, --pp may be faster" if slow else ""
+        remark = ", which are not NVLink peers: sums go over PCIe, --pp may be faster" if slow else ""
         yield Placement(tp, pp, gpus, f"{asked}, on GPUs {_format_gpus(gpus)}{remark}")
 
 
@@ -226,7 +226,7 @@ def why_no_host_experts(shape: ModelShape, budget: MemoryBudget, config: EngineC
         return ParallelError(f"{ask}the model was given {len(config.gpus)} GPUs: choose one")
     if config.draft_path is not None or config.mtp == "on":
         return DeviceError(
-            f"{ask}no drafts are verified beside experts in main memory: load it without --draft, or with "
+            f"{ask}drafts cannot be combined with experts in main memory: load it without --draft, or with "
             "--cpu-experts off"
         )
     if not budget.host_native:

@@ -220,7 +220,7 @@ def _shifted(form: Integers, n_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor, in
 
 
 def decode_hqq(form: HqqFormat, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:
-    """Decode in the dtype of scales and zeros, as HQQ does: zeros are no integers."""
+    """Decode in the dtype of scales and zeros, as HQQ does: zeros are not integers."""
     told = stored.get(".shape")
     if told is not None and told.tolist() != [outputs, inputs]:
         raise BadTensor(".shape", f"holds {told.tolist()}, config.json asks for {[outputs, inputs]}")
@@ -278,7 +278,7 @@ def decode_mxfp4(form: MxFp4Format, stored: Tensors, outputs: int, inputs: int) 
     numbers_OI = unpack_e2m1(stored[form.main_suffix].reshape(outputs, -1))[:, :inputs]
     exponents_OG = stored[form.scale_suffix].reshape(outputs, -1)
     if bool((exponents_OG == 255).any()):
-        raise BadTensor(form.scale_suffix, "holds 255, which is no power of two")
+        raise BadTensor(form.scale_suffix, "holds 255, which is not a power of two")
     scales_OG = torch.ldexp(torch.full(exponents_OG.shape, 0.5), exponents_OG.int() - 127)
     return DecodedLinear(numbers_OI=numbers_OI, scales_OG=scales_OG, group=MX_GROUP)
 
@@ -291,7 +291,7 @@ def decode_nvfp4(
 ) -> DecodedLinear:
     whole = stored[form.global_suffix].reshape(1, 1)
     if not bool((whole > 0).all() and whole.isfinite().all()):
-        raise BadTensor(form.global_suffix, f"is {whole.item()}, no scale")
+        raise BadTensor(form.global_suffix, f"is {whole.item()}, which is not a valid scale")
     scales_OG = stored[".weight_scale"].float()
     scales_OG = scales_OG / whole if form.divides else scales_OG * whole
     values_OI = unpack_e2m1(stored[form.main_suffix])[:, :inputs].float() / 2
@@ -351,7 +351,9 @@ def _nested_absmax(stored: Tensors, state: Mapping[str, Any], suffix: str) -> Te
 
 def decode_bnb8(form: Bnb8Format, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:  # noqa: ARG001
     if ".weight_format" in stored and bool(stored[".weight_format"].any()):
-        raise BadTensor(".weight_format", "names another order of weights than by row, which is not known")
+        raise BadTensor(
+            ".weight_format", "names an order of weights other than by row, which is not supported"
+        )
     return DecodedLinear(numbers_OI=stored[".weight"], scales_OG=(stored[".SCB"] / 127).view(-1, 1))
 
 

@@ -226,7 +226,7 @@ def read_static_input_scale(tensors: QuantizedTensors, names: Mapping[str, Shard
         tensors.fill(as_column(entry), scale, ShardSlice.whole(1), ShardSlice.whole(1))
         if not scale.item() > 0:
             raise ModelError(
-                f"{entry.file}: tensor {shown(entry.name)} is {scale.item()}, no scale of activations; "
+                f"{entry.file}: tensor {shown(entry.name)} is {scale.item()}, not a valid activation scale; "
                 f"{FETCH_AGAIN}"
             )
         found.append(scale.view(1))

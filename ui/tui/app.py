@@ -188,7 +188,7 @@ class Dashboard(App[None]):
     @work
     async def _act(self, message: RunAction) -> None:
         if self.read_only:
-            self.notify("This is --read-only: nothing is changed.", severity="warning")
+            self.notify("Read-only (--read-only): nothing was changed.", severity="warning")
             return
         if message.question and not await self.push_screen_wait(ConfirmDialog(message.question)):
             return
@@ -205,7 +205,7 @@ class Dashboard(App[None]):
     @work
     async def _ask(self, message: PromptUser) -> None:
         if self.read_only:
-            self.notify("This is --read-only: nothing is changed.", severity="warning")
+            self.notify("Read-only (--read-only): nothing was changed.", severity="warning")
             return
         typed = await self.push_screen_wait(InputDialog(message.title, message.hint))
         if typed:
@@ -230,11 +230,11 @@ class Dashboard(App[None]):
         if answer is None:
             return
         if not answer.get("curl"):
-            self.notify("It can be copied when it has ended.", severity="warning")
+            self.notify("It can be copied once it has ended.", severity="warning")
             return
         self.copy_to_clipboard(answer["curl"])
         kept = answer["content"] is not None
-        self.notify("Copied as curl." if kept else "Copied as curl; its message is not kept, so fill it in.")
+        self.notify("Copied as curl." if kept else "Copied as curl; its prompt was not stored: fill it in.")
 
     async def _detail(self, request_id: str) -> Mapping[str, Any] | None:
         try:

@@ -40,7 +40,7 @@ SEED = 7
 @click.option("--json", "as_json", is_flag=True, help="With --once: print a JSON snapshot instead.")
 @click.option("--mock", is_flag=True, help="Show a demonstration with invented data; needs no daemon.")
 @click.option(
-    "--seed", type=int, metavar="N", help=f"With --mock: seed of the made-up events (default {SEED})."
+    "--seed", type=int, metavar="N", help=f"With --mock: seed of the invented events (default {SEED})."
 )
 @click.option("--theme", metavar="NAME", help="Color theme, remembered; `t` chooses one on the screen.")
 @click.option("--read-only", is_flag=True, help="Disable every action that changes something, and the chat.")
@@ -115,7 +115,7 @@ def _check_options(given: Mapping[str, object]) -> None:
     if (given["--remote"] is None) != (given["--key-file"] is None):
         raise CliError(
             "--remote and --key-file go together",
-            "the admin API of another box takes an admin key",
+            "the admin API of another box needs an admin key",
             "over there: llmbox key add top --scope admin > FILE",
             Exit.USAGE,
         )
@@ -215,11 +215,11 @@ def _writable(path: Path) -> TextIO:
 SCHEMA: Final = "llmbox.top/1"
 LAST: Final = 10
 WIDTHS: Final = (72, 120)
-"""Narrowest and widest text."""
+"""Minimum and maximum width of the text."""
 
 
 def read_snapshot(api: Api) -> DashboardState:
-    """Read the state of this moment. Raises CliError."""
+    """Read the current state. Raises CliError."""
     state = DashboardState()
     tick = msgspec.convert(api.get("tick"), Tick)
     history = api.get("requests?limit=300")
@@ -303,7 +303,7 @@ def snapshot_lines(state: DashboardState, *, ascii_only: bool = False) -> list[s
 def _table(
     rows: list[Row], columns: tuple[int, ...], titles: tuple[str, ...], width: int, glyphs: Glyphs
 ) -> list[Line]:
-    """Format some columns of the rows; the model's name takes what is left."""
+    """Format some columns of the rows; the model's name takes the remaining width."""
     if not rows:
         return []
     texts = [[row.cells[index][0] for index in columns] for row in rows]

@@ -156,11 +156,11 @@ def bench(program: Program, /, scenario: str, earlier: Path | None, *, find: boo
     if find:
         if scenario != "load" or earlier or options["profile"]:
             raise click.UsageError(
-                "--find searches by itself: --scenario, --compare and --profile are not for it"
+                "--find searches by itself: it excludes --scenario, --compare and --profile"
             )
         find_point(program, **options, **searching)
     elif searching["targets"] or searching["write"]:
-        raise click.UsageError("--targets and --write are for --find")
+        raise click.UsageError("--targets and --write need --find")
     elif scenario == "load":
         _load(program, before=read_levels(earlier) if earlier else None, **options)
     elif earlier or options["profile"]:
@@ -270,7 +270,7 @@ def _keep(program: Program, target: BenchTarget, levels: list[dict[str, Any]]) -
     try:
         keep_run(bench_folder(program.paths), target.model, target.url, levels)
     except OSError as error:
-        output.say(f"This run is not kept: {error}")
+        output.say(f"This run was not saved: {error}")
 
 
 async def _levels(

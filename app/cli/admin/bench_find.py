@@ -44,7 +44,7 @@ def find_point(
     if write and url:
         raise CliError(
             "--write needs the local daemon",
-            "the configuration of another server is not here",
+            "the configuration of another server cannot be written from here",
             "llmbox bench --find --write, on that machine",
         )
     if most < 1 or seconds <= 0:
@@ -68,7 +68,7 @@ def find_point(
         _print_found(found, spec, result, most)
     if write and not result.is_over and found.concurrency < most:
         raise CliError(
-            "nothing was written: the time was over before the search",
+            "nothing was written: the time ran out before the search ended",
             f"more than {found.concurrency} may be within the targets, and max_running would keep them out",
             f"--time {2 * seconds:g}, or --most {found.concurrency} where that is enough",
         )
@@ -150,7 +150,7 @@ def _print_found(found: LoadPoint, spec: PointSpec, result: OperatingPointSearch
         f"{spec.prompt} tokens, answers of about {spec.output}."
     )
     if not result.is_over:
-        why = "more were not tried (--most)" if found.concurrency == most else "the time was over (--time)"
+        why = "more were not tried (--most)" if found.concurrency == most else "the time ran out (--time)"
         output.write(f"It may be more: {why}.")
 
 
@@ -163,7 +163,7 @@ def _nothing_within(server: BenchTarget, spec: PointSpec, result: OperatingPoint
     alone = next((point for point in result.points if point.concurrency == 1), None)
     what = f"no load of {server.model} is within {_describe(spec)}"
     if alone is None or alone.missed == ("time",):
-        return CliError(what, "the time was over before one stream was measured", "a longer --time")
+        return CliError(what, "the time ran out before one stream was measured", "a longer --time")
     if "errors" in alone.missed:
         return CliError(what, alone.first_error, "llmbox logs")
     return CliError(

@@ -223,7 +223,7 @@ def backup(program: Program, file: Path | None) -> None:
     path = _present(program)
     target = file or path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}.db")
     if target.exists():
-        raise CliError(f"{target} exists", "a backup replaces nothing", "name another FILE", Exit.CONFLICT)
+        raise CliError(f"{target} exists", "a backup replaces no file", "name another FILE", Exit.CONFLICT)
     back_up(path, target)
     output.write(str(target))
 

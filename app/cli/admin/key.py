@@ -80,7 +80,7 @@ BUDGETS = (("--budget-day", "per day"), ("--budget-month", "per month"))
 
 
 def limit_options(command: Any) -> Any:
-    """Add the options of limits to a command. Days and months are those of UTC."""
+    """Add the options of limits to a command. Days and months follow UTC."""
     for flag, what in reversed(BUDGETS):
         text = f"Highest cost {what}, at usage.prices."
         command = click.option(flag, type=Limit(whole=False), metavar="AMOUNT", help=text)(command)

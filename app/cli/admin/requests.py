@@ -138,7 +138,7 @@ def purge(program: Program, *, older_than: float, what: str | None, yes: bool, a
 def _path(request_id: str) -> str:
     if not request_id.strip("/"):
         raise CliError(
-            f"{request_id!r} is no request",
+            f"{request_id!r} is not a request",
             "an id has letters and digits",
             "llmbox requests -q",
             Exit.NOT_FOUND,

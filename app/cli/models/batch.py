@@ -66,11 +66,16 @@ def batch(
 
     A line is {"custom_id", "url", "body"}, or just the body of a chat, completion or embedding request; the
     line's number is then its id. Run the same command again to resume: lines that are in OUTPUT are skipped.
-    Failed lines are in OUTPUT.errors.jsonl, and the next run tries them again. Starts the daemon if it does
-    not run.
+    Failed lines are in OUTPUT.errors.jsonl, and the next run tries them again. Starts the daemon if it is
+    not running.
     """
     if target.exists() and target.samefile(source):
-        raise CliError("OUTPUT is INPUT", "answers would stand among requests", "name two files", Exit.USAGE)
+        raise CliError(
+            "OUTPUT is the same file as INPUT",
+            "answers would be mixed with requests",
+            "name two files",
+            Exit.USAGE,
+        )
     lines = read_lines(source, model)
     done = repair(target)
     left = [line for line in lines if line.custom_id not in done]
@@ -122,7 +127,7 @@ def _parse(number: int, text: str, model: str | None) -> BatchLine:
 
 
 def _bad(number: int, why: str) -> CliError:
-    return CliError(f"line {number} is no request", why, "llmbox batch --help", Exit.USAGE)
+    return CliError(f"line {number} is not a request", why, "llmbox batch --help", Exit.USAGE)
 
 
 def repair(target: Path) -> set[str]:
@@ -141,7 +146,7 @@ def repair(target: Path) -> set[str]:
             except (ValueError, KeyError, TypeError):
                 if text.endswith(b"\n") or not text.startswith(BEGINNING[: len(text)]):
                     raise CliError(
-                        f"{target} is no output of llmbox batch",
+                        f"{target} is not an output of llmbox batch",
                         f"after {len(done)} answers it has a line without a custom_id",
                         "name another file",
                         Exit.USAGE,
@@ -200,7 +205,7 @@ def _answer_all(program: Program, lines: list[BatchLine], target: Path, parallel
                     raise
         except KeyboardInterrupt:
             text = f"{files.written - files.failed} more are answered"
-            output.say(f"\nStopped. The same command goes on: {text}.")
+            output.say(f"\nStopped. To continue, run the same command: {text}.")
             return Exit.FAILED
     seconds = time.monotonic() - begun
     output.say(f"{files.written - files.failed} answered in {seconds:.1f} s: {target}")
@@ -238,7 +243,9 @@ def _wait_or_leave(
         with files.lock:
             if not files.errors.tell():
                 Path(files.errors.name).unlink(missing_ok=True)
-            output.say("\nStopped. The same command goes on; requests without an answer are asked again.")
+            output.say(
+                "\nStopped. Run the same command to continue; requests without an answer are sent again."
+            )
             os._exit(128 + signal.SIGINT)
 
 
@@ -265,8 +272,8 @@ def _lock(file: IO[Any], target: Path) -> None:
     except OSError:
         raise CliError(
             f"another llmbox batch writes to {target}",
-            "both would ask for the same lines",
-            "wait for its end, or name another file",
+            "both would send the same requests",
+            "wait until it ends, or name another file",
             Exit.CONFLICT,
         ) from None
 

@@ -134,7 +134,9 @@ def _read_adapter(program: Program, text: str) -> Adapter:
     try:
         return read_adapter(folder)
     except ModelError as error:
-        raise CliError(f"{text} cannot be used", str(error), "docs/adapters.md has what is read") from None
+        raise CliError(
+            f"{text} cannot be used", str(error), "docs/adapters.md lists what is supported"
+        ) from None
 
 
 def fit_here(program: Program, facts: ModelFacts, config: EngineConfig, *, probe: bool = False) -> Fit:

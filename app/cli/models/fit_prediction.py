@@ -98,7 +98,7 @@ def prediction_options(function: F) -> F:
                 "--tpot-target",
                 type=click.FloatRange(0, 1e9, min_open=True),
                 metavar="MS",
-                help="With --plan: most milliseconds per output token.",
+                help="With --plan: maximum milliseconds per output token.",
             ),
         )
     ):
@@ -156,7 +156,7 @@ def _known_model(name: str, option: str) -> GpuModel:
         hint = did_you_mean(name, GPU_MODELS)
         known = ", ".join(GPU_MODELS)
         raise click.BadParameter(
-            f"no data sheet of {name!r} here: {hint}known are {known}", param_hint=option
+            f"no data sheet of {name!r} is included: {hint}known are {known}", param_hint=option
         )
     return found
 

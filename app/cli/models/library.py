@@ -136,7 +136,7 @@ def _list_recommended(program: Program, *, as_json: bool, quiet: bool) -> None:
         )
     heads = ("NAME", "FOR", "PARAMS", "FITS", "CONTEXT", "MEMORY", "TOK/S", "FETCH", "LICENSE")
     output.table(heads, rows, right=(2, 4, 5, 6, 7))
-    output.say("* is what the name before the colon means. All other models: llmbox search TEXT")
+    output.say("* marks the size that a name without a tag means. All other models: llmbox search TEXT")
     if any(each.fitting_quant for each in found):
         output.say("int8 and int4 under FITS: the model fits with --quant int8 or --quant int4.")
     if choices := first_choices(found):
@@ -159,7 +159,7 @@ def adopt(program: Program, *, paths: tuple[Path, ...], name: str | None, as_jso
     from ...models.catalog import check_name
 
     if name is not None and len(paths) != 1:
-        raise CliError("--name names one folder", f"{len(paths)} are given", "give one PATH", Exit.USAGE)
+        raise CliError("--name is for one folder", f"{len(paths)} are given", "give one PATH", Exit.USAGE)
     found = [each for path in paths for each in find_adoptable(path, program.names.gguf_home)]
     if name is not None:
         if len(found) != 1 or found[0].is_cache:

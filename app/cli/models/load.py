@@ -276,7 +276,9 @@ def merge(program: Program, *, adapter: str, base: str | None, out: Path, as_jso
     try:
         parsed = read_adapter(folder)
     except ModelError as error:
-        raise CliError("not merged", str(error), "docs/adapters.md has what is read", Exit.FAILED) from None
+        raise CliError(
+            "not merged", str(error), "docs/adapters.md lists what is supported", Exit.FAILED
+        ) from None
     ref = resolve_base(parsed, base or known, program.environ, program.names, program.in_memory())
     target = out.absolute()
     arguments = [str(ref.path), str(folder), "--out", str(target)]

@@ -79,7 +79,7 @@ def run(
 
     MODEL may be a short name such as qwen3:4b (`llmbox search` lists them). A model that is not on this disk
     is downloaded first, after asking. Without MODEL, choose from models that suit this machine. Starts the
-    daemon if it does not run.
+    daemon if it is not running.
     """
     if model is None:
         model, yes = choose_model(program), True
@@ -251,7 +251,7 @@ class _Thoughts:
 
 
 def ensure_loaded(program: Program, model: str) -> dict[str, Any]:
-    """Load a model that is on this disk; start the daemon if it does not run. Returns the served model;
+    """Load a model that is on this disk; start the daemon if it is not running. Returns the served model;
     an alias or adapter keeps its own name, which requests must use.
     """
     served = _loaded(program, model)
@@ -262,7 +262,7 @@ def _loaded(program: Program, model: str) -> dict[str, Any]:
     running = find_running(program.paths)
     if running is None:
         (wanted,) = program.find_models([model], None, {})  # a wrong name needs no daemon
-        output.say("The daemon does not run; starting it. It stays until llmbox down.")
+        output.say("The daemon is not running; starting it. It stays until llmbox down.")
         started = start_daemon(program, [model], None, {})
         names = [wanted.served_name]
     else:

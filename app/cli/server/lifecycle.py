@@ -80,7 +80,7 @@ def print_overview(program: Program) -> None:
         from ...models.catalog import on_disk
 
         models = [each.ref.name for each in on_disk(program.environ, program.names) if each.servable]
-        output.write(f"The daemon does not run. Models on this disk: {', '.join(models) or 'none'}.")
+        output.write(f"The daemon is not running. Models on this disk: {', '.join(models) or 'none'}.")
         first = next((name for name in models if name != "builtin"), models[0] if models else "")
         steps = ({f"llmbox up {shlex.quote(first)}": "start it with a model"} if first else {}) | steps
         if not set(models) - {"builtin"}:
@@ -173,7 +173,7 @@ def down(program: Program, *, now: bool, timeout: float | None) -> None:
     """Let open requests finish, then stop the daemon."""
     running = find_running(program.paths)
     if running is None:
-        output.say("The daemon does not run.")
+        output.say("The daemon is not running.")
         return
     stop(program, running, now=now, timeout=timeout)
     output.say(f"The daemon (pid {running.pid}) has stopped.")

@@ -99,7 +99,7 @@ def install(program: Program, *, system: bool | None, only_print: bool) -> None:
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; only set the exit code.")
 @pass_program
 def status(program: Program, *, system: bool | None, as_json: bool, quiet: bool) -> int:
-    """Show whether the service is installed and runs; exit 3 when it does not run."""
+    """Show whether the service is installed and runs; exit 3 when it is not running."""
     system = _scope(system)
     facts = read_status(program, system=system)
     if as_json:
@@ -153,9 +153,9 @@ def _spec(program: Program, *, system: bool) -> UnitSpec:
     if system:
         if program.data_dir not in {None, SYSTEM_DATA} or program.config is not None:
             raise CliError(
-                "the service of the machine has its files in one place",
+                "the system service has its files in one place",
                 f"it is {SYSTEM_DATA}, with settings in /etc/llmbox/config.toml",
-                "leave --data-dir and --config out, or use --user",
+                "leave out --data-dir and --config, or use --user",
                 Exit.USAGE,
             )
         command = [*program.command, "--data-dir", str(SYSTEM_DATA)]

@@ -120,7 +120,7 @@ def _own_address(text: str, found: Sequence[NetworkAddress]) -> NetworkAddress:
             return each
     there = ", ".join(each.address for each in found) or "none"
     raise CliError(
-        f"{text[:64]} is no address of this machine on a network",
+        f"{text[:64]} is not a network address of this machine",
         f"there are: {there}",
         "llmbox share listens on all of them",
         Exit.USAGE,

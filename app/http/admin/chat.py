@@ -44,7 +44,7 @@ _OWN_HEADERS: Final = frozenset({"host", "content-length", "content-type", "acce
 
 class SaveServer(ChatToolServer, kw_only=True, forbid_unknown_fields=True):
     confirmed: bool = False
-    """The caller has read which program starts, and as which user."""
+    """The caller has confirmed the program and the user that it runs as."""
 
 
 class ChangeServer(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -205,7 +205,7 @@ def _check_command(services: Services, data: SaveServer) -> None:
         raise _bad("Headers belong to a server with a URL.", "headers")
     for name, value in data.environment.items():
         if not _VARIABLE.fullmatch(name) or "\0" in value:
-            raise _bad(f"{name[:64]!r} is no name of an environment variable.", "environment")
+            raise _bad(f"{name[:64]!r} is not a valid name of an environment variable.", "environment")
 
 
 def _check_url(data: SaveServer) -> None:
@@ -253,7 +253,9 @@ async def _usable(services: Services, owner: str, name: str) -> ChatToolServer:
 
 
 async def _servers_of(services: Services, owner: str) -> dict[str, ChatToolServer]:
-    """Return a caller's servers by name, without secrets. Those that stand in the database leave it."""
+    """Return a caller's servers by name, without secrets. Secrets that are still in the database are moved
+    out of it.
+    """
     found = await PanelItems(services.request_log, ChatToolServer).all(owner)
     for name, spec in found.items():
         if has_values(spec):

@@ -83,7 +83,7 @@ async def rotate_key(request: StrictRequest, name: FromPath[str]) -> NewKey:
 
 @patch("/keys/{name:str}", name="admin_key_change")
 async def change_key(request: StrictRequest, name: FromPath[str], data: JSONBody[KeyChange]) -> KeyView:
-    """Change limits, quotas and permissions of a key; null takes a limit away. Its secret stays."""
+    """Change limits, quotas and permissions of a key; null removes a limit. Its secret stays."""
     security = _security(request)
     key = await changing(lambda: security.keys.change(name, data))
     return view(key, security.used, security.quotas)
@@ -102,7 +102,7 @@ def sign_in_link(request: StrictRequest) -> SignInLink:
 
 
 async def revoke(services: Services, name: str) -> ApiKey:
-    """Revoke a key and erase what it had stored. Raises ApiError."""
+    """Revoke a key and erase the data that it stored. Raises ApiError."""
     gone = await changing(lambda: services.security.revoke(name))
     await asyncio.to_thread(purge_key, services.paths, services.settings.cache, gone.id)
     try:
@@ -113,8 +113,8 @@ async def revoke(services: Services, name: str) -> ApiKey:
 
 
 async def erase_stored_of_gone_keys(services: Services) -> int:
-    """Erase what revoked keys had stored. Returns the number of rows. Raises StoreError, ApiError: what else
-    can be erased is.
+    """Erase the data that revoked keys stored. Returns the number of rows. Raises StoreError or ApiError
+    after it has erased as much as possible.
     """
     known = services.security.keys.ids()
     try:

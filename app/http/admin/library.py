@@ -32,7 +32,7 @@ async def fit(
     """Report whether a model fits, with the daemon's settings. For a model on the hub only its config and
     headers are read.
 
-    `words` has the same by name, for people; `probe` measures the memory's bandwidth anew.
+    `words` has the same as texts by name; `probe` measures the memory bandwidth again.
     """
     control: DaemonController = request.app.state.control
     try:
@@ -131,7 +131,7 @@ async def resume(request: StrictRequest, data: JSONBody[DownloadRequest]) -> dic
 
 @post("/downloads/cancel", status_code=200, name="admin_cancel_download")
 async def cancel_download(request: StrictRequest, data: JSONBody[DownloadRequest]) -> dict[str, Any]:
-    """Cancel a download and delete what was fetched."""
+    """Cancel a download and delete its files."""
     return {"download": (await _library(request).downloads.cancel(data.model)).as_dict()}
 
 

@@ -23,10 +23,10 @@ class QueueStatus(Struct, kw_only=True):
     tpot: float
     """Time per output token that it would have."""
     admitted: int
-    """Requests that `limits.admission` compared with latency targets and let in."""
+    """Requests that `limits.admission` compared with latency targets and admitted."""
     refused: int
     missed: int
-    """Admitted ones that missed a target."""
+    """Admitted requests that missed a target."""
     problem: str
     """Reason why targets cannot be met at all; empty if they can."""
     prompt_ratio: float | None

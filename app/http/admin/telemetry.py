@@ -118,8 +118,8 @@ async def history(
     step: FromQuery[int | None] = None,
     points: Annotated[int | None, QueryParameter(ge=1, le=MOST_POINTS)] = None,
 ) -> TelemetryAnswer:
-    """Return time series. `series`: names, comma separated; `since`: Unix seconds (default: ten
-    minutes ago); `points`: at most so many at equal intervals, without the interval that has just begun.
+    """Return time series. `series`: names, comma separated; `since`: Unix seconds (default: ten minutes ago);
+    `points`: maximum number of points, at equal intervals, without the interval that has just begun.
     """
     begin = _begin(since)
     if step is not None and step not in KEEP:
@@ -128,7 +128,7 @@ async def history(
     names = None if series is None else [name.strip() for name in series.split(",") if name.strip()]
     for name in names or ():
         if not is_series(name):
-            raise ApiError(400, f"There is no series {name!r}.", "invalid_value", "series")
+            raise ApiError(400, f"No series {name!r} exists.", "invalid_value", "series")
     history = request.services.telemetry.history
     chart = await history.chart(step or step_for(time.time() - begin), int(begin), names)
     if points is not None:
@@ -169,7 +169,7 @@ async def request_outcomes(
     since: Since = None,
     points: Annotated[int, QueryParameter(ge=1, le=MOST_POINTS)] = 60,
 ) -> Outcomes:
-    """Count requests by how they ended, in at most so many intervals. `since`: as for the history."""
+    """Count requests by outcome, in at most `points` intervals. `since`: as for the history."""
     begin, now = int(_begin(since)), int(time.time())
     step = max(1, math.ceil((now - begin) / points))
     return await outcomes(request.services.request_log, begin, now, step)
@@ -188,8 +188,8 @@ async def blocks(
     request: StrictRequest,
     cells: Annotated[int, QueryParameter(ge=1, le=MOST_CELLS)] = DEFAULT_CELLS,
 ) -> BlockMaps:
-    """Return each model's KV blocks in at most so many cells. This queries the engines: not meant for every
-    millisecond.
+    """Return each model's KV blocks in at most `cells` cells. Each call queries the engines: do not poll it
+    often.
     """
     return BlockMaps(await request.services.telemetry.blocks.read(cells))
 
@@ -221,7 +221,7 @@ class ProfileAnswer(Struct):
 
 @post("/profile", status_code=200, name="admin_profile")
 async def profile(request: StrictRequest, data: JSONBody[ProfileRequest]) -> ProfileAnswer:
-    """Start or end counting where the time of a model's steps goes. It ends by itself after ten minutes."""
+    """Start or stop the profile of a model's steps. It stops by itself after ten minutes."""
     services = request.services
     model = services.engines.get(data.model)
     daemon = services.telemetry.profiler.stop() if not data.is_on else None

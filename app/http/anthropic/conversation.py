@@ -27,7 +27,7 @@ _BILLING = "x-anthropic-billing-header:"
 
 
 def has_late_system(request: CountTokensRequest) -> bool:
-    """Return True if a system message stands after the conversation has begun."""
+    """Return True if a system message follows the first turn of the conversation."""
     roles = [message.role for message in request.messages]
     return "system" in roles[next((n for n, role in enumerate(roles) if role != "system"), len(roles)) :]
 
@@ -188,7 +188,7 @@ def _image(at: str, block: ImageBlock) -> dict[str, Any]:
 
 
 def _text(at: str, block: Block | ToolReferenceBlock) -> str:
-    """Return the text of a block. Raises ApiError 400 for a block that is no text."""
+    """Return the text of a block. Raises ApiError 400 for a block that is not text."""
     match block:
         case TextBlock():
             return block.text

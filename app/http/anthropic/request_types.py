@@ -12,7 +12,7 @@ TopK = Annotated[int, Meta(ge=0, lt=2**31)]
 class TextBlock(Struct, kw_only=True, tag_field="type", tag="text"):
     text: str
     cache_control: NoEffect = None
-    """Has nothing to do here: every prompt's beginning is cached."""
+    """Has no effect: the prefix of every prompt is cached."""
     citations: NoEffect = None
 
 
@@ -197,7 +197,7 @@ class CountTokensRequest(Struct, kw_only=True):
     """An older name of `output_config.format`."""
     context_management: ContextManagement | None = None
     cache_control: NoEffect = None
-    """Has no effect: every prompt's beginning is cached."""
+    """Has no effect: the prefix of every prompt is cached."""
     mcp_servers: Never = None
     compaction: Later = None
     speed: Never = None

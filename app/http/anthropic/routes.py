@@ -59,9 +59,9 @@ class AnthropicMessage(Struct, kw_only=True):
     context_management: dict[str, Any] | UnsetType = UNSET
     """Edits that were applied, where the request asked for some."""
     seed: int | UnsetType = UNSET
-    """Ours: drawn for this request."""
+    """Ours: the seed drawn for this request."""
     warnings: list[str] | UnsetType = UNSET
-    """Ours: what was ignored."""
+    """Ours: warnings about ignored fields."""
 
 
 class TokenCount(Struct, kw_only=True):

@@ -110,7 +110,7 @@ def _format(asked: Any) -> dict[str, Any]:
 
 
 def with_images(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
-    """Return the content of a message: images stand before its text."""
+    """Return the content of a message: images precede its text."""
     if not images:
         return text
     parts: list[dict[str, Any]] = [
@@ -324,7 +324,7 @@ async def load_or_unload(
 
 
 async def unload(control: DaemonController, caller: Identity, name: str) -> None:
-    """Unload a model once nobody uses it. A model that is on disk only is left alone.
+    """Unload a model once no request uses it. Ignores a model that is on disk only.
 
     Raises ApiError 403, 404, 409.
     """

@@ -37,9 +37,9 @@ class OllamaOptions(Struct, kw_only=True):
     context leaves.
     """
     num_ctx: NoEffect = None
-    """The window is that of the load."""
+    """The context window is set when the model is loaded."""
     repeat_last_n: NoEffect = None
-    """Penalties are of the whole context, as with -1."""
+    """Penalties count the whole context, as with -1."""
     mirostat: Never = None
     tfs_z: Never = None
     typical_p: Never = None

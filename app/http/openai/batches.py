@@ -178,7 +178,7 @@ def _item(number: int, line: bytes, endpoint: str, depth: int) -> BatchItem:
     except ApiError as error:
         raise _bad_file(number, error.message) from None
     if not isinstance(data, dict):
-        raise _bad_file(number, "it is no JSON object")
+        raise _bad_file(number, "it is not a JSON object")
     custom_id, body = data.get("custom_id"), data.get("body")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= 512:
         raise _bad_file(number, "'custom_id' must be a text of 1 to 512 characters")

@@ -176,7 +176,7 @@ def build_chat(body: Any, limits: LimitSettings) -> Chat:
 
 
 class ChatImages:
-    """Images of a conversation, and the mark that stands for each in the text around them."""
+    """Images of a conversation, and the mark for each in the text around them."""
 
     def __init__(self) -> None:
         self.sources: list[ImageSource] = []
@@ -319,7 +319,7 @@ class ParserOptions:
 
     @property
     def needed(self) -> bool:
-        """True if the answer may have parts to tell apart. Otherwise it is its text."""
+        """True if the answer may have several parts. Otherwise it is text alone."""
         return self.thinking != "no" or self.tools is not None or self.format.has_parts
 
     def parser(self) -> OutputParser:

@@ -143,7 +143,7 @@ async def prepare_score(call: RequestContext, body: ScoreRequest) -> ScoreCall:
     """
     left, right = (_texts(body, name) for name in ("text_1", "text_2"))
     if len(left) not in {1, len(right)}:
-        raise invalid("text_1", f"it is one text, or as many as 'text_2' has ({len(right)})")
+        raise invalid("text_1", f"it must be one text, or as many texts as 'text_2' ({len(right)})")
     model = await call.find_model(body.model, Deadlines.of(call).next)
     reservation = call.reserve(model, len(left) + len(right), pools=True)
     id_ = public_id("score", body.request_id, call.exchange, call.gateway)
@@ -356,7 +356,7 @@ async def _inputs(
 
 @inference_route("/v1/score", "score", "createScore")
 async def score(request: StrictRequest, data: Annotated[ScoreRequest, Body()]) -> Response[ScoreList]:
-    """Score how well pairs of texts go together."""
+    """Score the relevance or similarity of pairs of texts."""
     return await _scored(request, data)
 
 

@@ -90,7 +90,7 @@ class RequestContext:
         return self.services.settings.limits
 
     def keep(self) -> ContentRetention | None:
-        """Return what the log may hold of this request besides its numbers."""
+        """Return the content of this request that the log may keep."""
         keyless = self.services.settings.requests.log_content
         if not self.caller.keeps_content(keyless=keyless):
             return None
@@ -99,7 +99,7 @@ class RequestContext:
     async def find_model(self, name: str | None, by: float | None = None) -> LoadedModel:
         """Return the model, loading it from disk if needed. `by` (of `time.monotonic()`) bounds the wait.
 
-        Raises ClientGone as soon as the client leaves; the load goes on, as others may wait for it.
+        Raises ClientGone as soon as the client leaves; the load continues, as others may wait for it.
         """
         if name is not None:
             self.caller.require_model(name)
@@ -141,7 +141,7 @@ class RequestContext:
         return unknown_fields(kind, self.plain)
 
     def caller_fields(self, priority: int | None, cache_salt: str | None) -> dict[str, Any]:
-        """Return the fields of a `Generation` that are the caller's."""
+        """Return the fields of a `Generation` that depend on the caller."""
         caller = self.caller
         return {
             "endpoint": self.endpoint,

@@ -37,7 +37,7 @@ TruncateTo = Annotated[
     Meta(
         ge=-1,
         lt=2**31,
-        description="Keep the last so many tokens of a prompt; -1: as many as the context has.",
+        description="Keep only the last N tokens of a prompt; -1: as many as fit into the context.",
     ),
 ]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -310,7 +310,7 @@ class EmbeddingRequest(Struct, kw_only=True):
     model: Name | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None
-    """The first numbers of each vector, which then has length 1 again."""
+    """Number of leading dimensions to return; vectors are normalized again."""
     add_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
@@ -342,9 +342,9 @@ class RerankRequest(Struct, kw_only=True):
     return_documents: bool | None = None
     """Absent: yes."""
     instruction: str | None = None
-    """Task for the judgement, for models that read one."""
+    """Instruction for the ranking, for models that read one."""
     max_tokens_per_doc: Count | None = None
-    """Number of tokens of each document that count, the first ones."""
+    """Maximum number of tokens of each document; later ones are ignored."""
     priority: Priority | None = None
     cache_salt: Salt | None = None
     request_id: RequestId | None = None

@@ -216,8 +216,8 @@ class ModelCard(Struct, kw_only=True):
     created: int
     owned_by: Literal["llmbox"] = "llmbox"
     context_window: int
-    """Longest prompt + output in tokens: a promise while the model is loaded, else what it would
-    have alone.
+    """Maximum prompt + output in tokens: guaranteed while the model is loaded, otherwise the value if it were
+    loaded alone.
     """
     max_model_len: int
     """The same, under vLLM's name."""

@@ -169,7 +169,7 @@ def _check_allowed(allowed: tuple[int, ...], min_tokens: int, stop_ids: tuple[in
 
 
 async def _bad_words(words: Collection[str], model: LoadedModel) -> tuple[tuple[int, ...], ...]:
-    """Tokenize each word as it stands alone and after a space, which are different tokens."""
+    """Tokenize each word alone and after a space, which gives different tokens."""
     if not words:
         return ()
     words = dict.fromkeys(word.lstrip() for word in words)
@@ -191,7 +191,7 @@ LOWEST = -9999.0
 
 
 def token_label(data: bytes, prefix: str = "") -> str:
-    r"""Return a token's text. Bytes that are no whole characters are written `\xe4\xbd`, as OpenAI does."""
+    r"""Return a token's text. Bytes that are not whole characters are written `\xe4\xbd`, as OpenAI does."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -169,7 +169,7 @@ class StoredChatCompletion(ChatCompletion, kw_only=True):
 
 class ChatUpdate(Struct, kw_only=True):
     metadata: dict[str, str] | None
-    """Takes the place of what there was."""
+    """Replaces the stored metadata."""
 
 
 @get("/v1/chat/completions", name="stored_chats", operation_id="listChatCompletions")
@@ -250,7 +250,7 @@ async def _find(request: StrictRequest, completion_id: str) -> StoredAnswer:
 
 
 def _restore_answer(found: StoredAnswer) -> Any:
-    """Return the answer as it was sent then, though types may have grown since."""
+    """Return the answer as it was sent, even if its type has gained fields since."""
     return {**found.answer, "metadata": found.metadata}
 
 

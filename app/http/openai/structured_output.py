@@ -163,8 +163,8 @@ async def _add_call_grammar(
     gateway: Gateway,
     limits: LimitSettings,
 ) -> tuple[SamplingParams, list[str]]:
-    """Add the grammar that begins where the model begins a call. A schema that cannot be followed is no error
-    unless it is a strict one: then arguments are what the model writes.
+    """Add the grammar that begins where the model begins a call. A schema that cannot be followed is an
+    error only if it is strict; otherwise the arguments are not constrained.
     """
     syntax = of_calls.syntax
     made = calls(model.text, syntax, of_calls.tools, {}, several=of_calls.several, opened=not syntax.bare)

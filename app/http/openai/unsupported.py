@@ -33,7 +33,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "fallbacks": ([],),
     "inference_geo": ("not_available",),
 }
-"""Values that ask for what happens anyway. null and absence always do."""
+"""Values that request the default behavior. null and absence always do."""
 
 _REASONS = {
     "use_beam_search": "Answers are drawn: 'n' gives several, 'temperature' 0 the greedy one.",

@@ -224,9 +224,9 @@ class ResponseObject(Struct, kw_only=True):
     max_tool_calls: int | None = None
     user: str | None
     seed: int | UnsetType = UNSET
-    """Ours: drawn for this request."""
+    """Ours: the seed drawn for this request."""
     warnings: list[str] | UnsetType = UNSET
-    """Ours: what was ignored."""
+    """Ours: warnings about ignored fields."""
 
 
 class InputTokens(Struct, kw_only=True):

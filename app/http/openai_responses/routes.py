@@ -73,7 +73,7 @@ class ConversationCreate(Struct, kw_only=True):
 
 class ConversationUpdate(Struct, kw_only=True):
     metadata: dict[str, str] | None
-    """Takes the place of what there was."""
+    """Replaces the stored metadata."""
 
 
 class ItemsCreate(Struct, kw_only=True):

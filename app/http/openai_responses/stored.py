@@ -252,8 +252,8 @@ def _is_lost(found: StoredAnswer) -> bool:
 
 
 async def _replay_events(found: StoredAnswer, after: int) -> AsyncGenerator[bytes, None]:
-    """Yield the events after number `after`. Nobody knows how many a lost response had: its end comes
-    after those that its reader has.
+    """Yield the events after number `after`. The number of events of a lost response is unknown: its end
+    follows the events that the reader has.
     """
     for event in replay(_require_ended(found), found.answer.get(CUTS, ())):
         if _is_lost(found) and event["type"] == "response.failed":

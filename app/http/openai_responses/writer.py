@@ -182,7 +182,7 @@ class ResponseEventWriter:
         yield self._items.event(f"response.{response.status}", response=response)
 
     def break_off(self, error: BaseException) -> Iterator[Event]:
-        """End the response early and store the output that there is."""
+        """End the response early and store the output so far."""
         if self._store is None or self._ended is not None:
             return
         if self._opened.sequences[0].finish_reason is not None:  # only its end was not read

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class ClientGone(Exception):  # noqa: N818 - nothing went wrong on our side
-    """The client closed its connection: there is nobody to answer."""
+    """The client closed its connection: no answer can be sent."""
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

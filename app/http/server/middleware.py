@@ -33,7 +33,7 @@ PER_TURN: Final = 2
 
 
 class RequestPacer:
-    """First come, first served. Requests do not wait while there are at most `PER_TURN` a turn."""
+    """Queue that starts at most `PER_TURN` requests in a turn of the event loop, first come, first served."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -92,7 +92,7 @@ _PACKED_ROUTES = "/admin"
 """Prefix of routes whose answers are compressed."""
 _PACKED_TYPES = (b"text/html", b"application/json")
 _LEAST_PACKED = 1400
-"""Bytes; less fits into one packet as it is."""
+"""Minimum size in bytes: smaller bodies fit into one packet uncompressed."""
 _MORE_HEADERS = "more_headers"
 _PAGE_REFERRER = (b"referrer-policy", b"same-origin")
 """Referrer policy of pages. Under no-referrer a browser would post our own forms with `Origin: null`, as if
@@ -157,13 +157,13 @@ class SecurityMiddleware:
             await exchange.fail(shutting_down())
         except (GeneratorExit, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of a library in Rust is no Exception
+        except BaseException as error:  # a panic of a Rust library is not an Exception
             if not isinstance(error, ApiError):
                 logger.exception("request %s failed", exchange.request_id)
             await exchange.fail(to_api_error(error))
 
     def _limit(self, scope: Any) -> int:
-        """Return the most bytes that the body may have."""
+        """Return the maximum size of the body in bytes."""
         if scope["path"] == _PDF_ROUTE:
             return min(_PDF_BYTES, self._file_bytes)
         if scope["path"] in _IMAGE_ROUTES or scope["path"].startswith(_CONVERSATIONS):

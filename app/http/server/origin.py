@@ -33,7 +33,7 @@ class HostList:
         return host.lower() in known
 
     def _names(self, address: str, port: int | None) -> Iterable[bytes]:
-        """Yield the Host values of one address. `port` is None for a unix socket, whose path is no name."""
+        """Yield the Host values of one address. `port` is None for a unix socket, which has no name."""
         own = {
             *_ALWAYS,
             self._machine,

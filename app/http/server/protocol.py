@@ -65,7 +65,9 @@ class Phase(Enum):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. It has two timers: for what the client must send, and for what it must read."""
+    """One connection. It has two timers: one for data that the client must send, one for data that it must
+    read.
+    """
 
     def __init__(
         self, config: Config, state: DatedState, limits: LimitSettings, limiter: ConnectionLimiter
@@ -230,7 +232,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(_header_too_large("A header line is too long."))
 
     def _expect(self, seconds: float | None) -> None:
-        """Set the time within which the client must send the next thing. None: it owes nothing."""
+        """Set the time within which the client must send the next thing. None: nothing is due."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

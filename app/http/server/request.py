@@ -32,7 +32,7 @@ _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$(?P<path>.*)`$", re.DOTALL)
 _STEP = re.compile(r"([^.\[\]]+)|(\[[^\]]*\])")
 _MOST_NAMED = 30
-"""Longest list of permitted values that an error names."""
+"""Maximum number of permitted values that an error lists."""
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 
 

@@ -39,7 +39,7 @@ class TrustedProxies:
     def find_client(self, peer: str, forwarded_for: str) -> str:
         """Return the last address that no trusted proxy has; each proxy appends the one it was called from.
 
-        Anything that is no IP address ends the search: the proxy nearest to it is taken for the caller.
+        The first value that is not an IP address ends the search: the proxy before it counts as the caller.
         """
         client = peer
         for entry in reversed(forwarded_for.split(",")):
@@ -185,9 +185,8 @@ async def _end_all(state: ServerState, drain: Drain) -> None:
 
 
 def _connection_limits(wanted: int) -> tuple[int, int]:
-    """Return the most open connections, and the most refused ones that wait for their clients to close.
-
-    Raises the soft limit of open files as far as we may, and keeps some of them for others.
+    """Return the maximum numbers of open connections, and of refused ones that wait for their clients to
+    close. Raises the soft limit of open files as far as permitted, and reserves some files for other uses.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _LINGERING + _RESERVED_FILES

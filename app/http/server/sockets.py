@@ -120,7 +120,7 @@ def _answers(address: str) -> bool:
 
 
 _YOUNGEST_EVICTED = 2.0
-"""Least idle seconds before eviction. The request of a younger connection may be on its way."""
+"""Minimum idle seconds before eviction. The request of a younger connection may be on its way."""
 _LOCAL = "this machine"
 
 
@@ -165,7 +165,7 @@ class ConnectionLimiter:
         return True
 
     def release(self, connection: Evictable) -> None:
-        """Forget a connection that ended. One that was refused is no error."""
+        """Forget a connection that ended. A refused one is not an error."""
         self.mark_busy(connection)
         group = self._open.pop(connection, None)
         if group is not None:
@@ -180,7 +180,7 @@ class ConnectionLimiter:
             self._idle.setdefault(group, OrderedDict()).setdefault(connection, self._clock())
 
     def mark_busy(self, connection: Evictable) -> None:
-        """Note that a request came in whole, headers at least."""
+        """Record that a request has arrived, at least its headers."""
         group = self._open.get(connection, "")
         idle = self._idle.get(group)
         if idle is not None:

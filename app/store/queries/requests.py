@@ -360,6 +360,6 @@ def purge(engine: Engine, path: Path, before: float, what: What) -> int:
             return count
         time.sleep(_TRY_S)
     raise StoreError(
-        f"{count} were erased, but somebody else reads {path.name}, so copies may be left in "
-        f"{path.name}-wal; end the other reader and purge again"
+        f"{count} were erased, but another process reads {path.name}, so copies may be left in "
+        f"{path.name}-wal; end that process and purge again"
     )

@@ -203,7 +203,7 @@ def _parse_python(_syntax: ToolSyntax, written: str, schemas: Schemas) -> list[P
     text = written.strip()
     for stand_in, name in hidden.items():
         text = text.replace(f"{name}(", f"{stand_in}(")
-    with warnings.catch_warnings():  # what a model writes is no line of the daemon's log
+    with warnings.catch_warnings():  # a model's output must not reach the daemon's log
         warnings.simplefilter("ignore", SyntaxWarning)
         try:
             tree = ast.parse(text)

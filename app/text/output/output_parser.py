@@ -12,7 +12,7 @@ from .output_formats import OutputFormat, Thinking, ToolSyntax
 _Place = Literal["start", "thoughts", "text", "call", "header", "message"]
 _HEADER_END: Final = "<|message|>"
 _LONGEST_HEADER: Final = 256
-"""Characters of a harmony header; longer text is no header."""
+"""Characters of a harmony header; longer text is not a header."""
 _HEADER_STARTS: Final = ("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>", "assistant", "to=")
 _MESSAGE_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _MOST_CLOSERS: Final = 64

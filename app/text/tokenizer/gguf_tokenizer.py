@@ -120,7 +120,7 @@ class _Words:
         self.merges = self._list("merges", str)
         self.scores = self._list("scores", float)
         if not self.words or len(self.kinds) != len(self.words) or len(set(self.words)) != len(self.words):
-            raise _unknown("its vocabulary has no words, a word twice, or not one kind for each")
+            raise _unknown("its vocabulary is empty, holds a word twice, or lacks the types of words")
 
     @property
     def pre(self) -> str:
@@ -182,7 +182,7 @@ class _Words:
     def _list(self, key: str, kind: type) -> list[Any]:
         value = self._get(key) or []
         if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
-            raise _unknown(f"tokenizer.ggml.{key} is no list of what it should be")
+            raise _unknown(f"tokenizer.ggml.{key} is not a list of the expected type")
         return value
 
     @property
@@ -192,7 +192,7 @@ class _Words:
         if not isinstance(value, list) or not all(
             isinstance(each, int) and -128 <= each < 256 for each in value
         ):
-            raise _unknown("tokenizer.ggml.precompiled_charsmap is no list of bytes")
+            raise _unknown("tokenizer.ggml.precompiled_charsmap is not a list of bytes")
         return bytes(each & 255 for each in value)
 
 
@@ -207,9 +207,7 @@ def _of_bytes(words: _Words) -> Tokenizer:
     try:
         model = models.BPE(words.vocabulary, merges, ignore_merges=words.pre in _WORDS_FIRST)
     except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
-        raise _unknown(
-            f"its merges and its words are not of one vocabulary ({str(error).splitlines()[0]})"
-        ) from None
+        raise _unknown(f"its merges do not match its vocabulary ({str(error).splitlines()[0]})") from None
     tokenizer = Tokenizer(model)
     tokenizer.decoder = decoders.ByteLevel()
     if words.pre in _PATTERNS:
@@ -220,7 +218,7 @@ def _of_bytes(words: _Words) -> Tokenizer:
     elif words.pre in ("default", "modern-bert", "roberta-bpe"):
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
-        raise _unknown(f"it cuts texts by the rules of {words.pre!r}, which are not known here")
+        raise _unknown(f"its pre-tokenizer {words.pre!r} is not supported")
     if words.pre in ("qwen2", "qwen35", "modern-bert"):
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer

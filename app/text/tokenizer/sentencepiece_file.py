@@ -30,7 +30,7 @@ class SentencePieceFile:
         if not self.words:
             raise ValueError("it holds no pieces")
         if len(set(self.words)) != len(self.words):
-            raise ValueError("a piece stands in it twice")
+            raise ValueError("it holds a piece twice")
 
     def _add(self, data: bytes) -> None:
         fields: dict[int, Any] = dict(read_fields(data))
@@ -46,7 +46,7 @@ class SentencePieceFile:
         fields = dict(read_fields(data))
         kind = fields.get(3, 1)
         if kind not in (1, 2):
-            raise ValueError("its model is one of words or of characters; byte pairs and unigram can be read")
+            raise ValueError("its model type is word or char; only BPE and unigram are supported")
         self.is_bpe = kind == 2
 
     def _read_normalizer(self, data: bytes) -> None:
@@ -55,7 +55,7 @@ class SentencePieceFile:
         self.add_prefix = bool(fields.get(3, 1))
         self.strips = bool(fields.get(4, 1))
         if not fields.get(5, 1):
-            raise ValueError("it keeps spaces as they are, which cannot be read")
+            raise ValueError("it keeps spaces as they are, which is not supported")
 
     def byte_pairs(
         self, known: Mapping[str, int], normal: Mapping[str, int], unknown: str | None
@@ -99,7 +99,7 @@ def read_fields(data: bytes) -> Iterator[tuple[int, Any]]:
             continue
         length, at = _read_varint(data, at) if kind == 2 else ({1: 8, 5: 4}.get(kind, -1), at)
         if length < 0 or at + length > size:
-            raise ValueError("it is no SentencePiece model, or it is cut off")
+            raise ValueError("it is not a SentencePiece model, or it is truncated")
         yield key >> 3, data[at : at + length]
         at += length
 
@@ -114,7 +114,7 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 127) << shift
         if byte < 128:
             return value, at
-    raise ValueError("it is no SentencePiece model, or it is cut off")
+    raise ValueError("it is not a SentencePiece model, or it is truncated")
 
 
 def _as_float(value: Any) -> float:
@@ -124,5 +124,5 @@ def _as_float(value: Any) -> float:
 
 def _as_bytes(value: Any) -> bytes:
     if not isinstance(value, bytes):
-        raise ValueError("it is no SentencePiece model, or it is cut off")  # noqa: TRY004 - of a file
+        raise ValueError("it is not a SentencePiece model, or it is truncated")  # noqa: TRY004 - of a file
     return value

@@ -68,7 +68,7 @@ class TextEncoder:
         for i in [i for i, id_ in enumerate(ids) if id_ in self._added]:
             place = encoding.token_to_chars(i)  # `offsets` would make objects for every token
             if place is None:
-                raise TokenizeError("the tokenizer does not say where a token of it stands")
+                raise TokenizeError("the tokenizer does not report where a token is in the text")
             start, end = place
             yield self._span(broken[begin:start], ids[first:i], markers, at_start=begin == 0)
             yield (ids[i],)
@@ -122,7 +122,7 @@ def _encode(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
 
 
 def _as_tokenize_error(error: BaseException) -> BaseException:
-    """Convert a panic of the library, which is no `Exception`: pyo3 derives it from BaseException."""
+    """Convert a panic of the library, which is not an `Exception`: pyo3 derives it from BaseException."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return TokenizeError(" ".join(str(error).split())[:300] or type(error).__name__)
     return error

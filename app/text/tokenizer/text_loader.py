@@ -186,7 +186,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def declared_ids(configs: Mapping[str, dict[str, Any]]) -> tuple[list[int], list[str]]:
-    """Return the `eos_token_id` values of all files, and a warning for each that is no token id. Raises
+    """Return the `eos_token_id` values of all files, and a warning for each that is not a token id. Raises
     ModelError.
     """
     ids: list[int] = []
@@ -200,7 +200,7 @@ def declared_ids(configs: Mapping[str, dict[str, Any]]) -> tuple[list[int], list
             if type(value) is int and 0 <= value < 2**31:
                 ids.append(value)
             else:
-                warnings.append(f"{file}: eos_token_id {str(value)[:40]} is no token id and is ignored")
+                warnings.append(f"{file}: eos_token_id {str(value)[:40]} is not a token id and is ignored")
     return ids, warnings
 
 

@@ -153,7 +153,7 @@ class _UnknownStepError(Exception):
 def find_unsafe_step(source: bytes) -> str:
     """Return the name of a step in this tokenizer.json that is not known to be safe; empty where all are.
 
-    A file that is no JSON of this shape is not known to be safe either.
+    A file that is not JSON of this shape is not known to be safe either.
     """
     try:
         file = msgspec.json.decode(source, type=_TokenizerFile)

@@ -192,7 +192,7 @@ def _rules_by_layer(raw: Config, key: str, base: GptqFormat) -> Iterator[FormatR
     files tell. Names of `dynamic` are patterns, those of AutoRound names or patterns.
     """
     rules = raw.get(key) or {}
-    require(isinstance(rules, dict), f"{key} that is no object")
+    require(isinstance(rules, dict), f"{key} that is not an object")
     for name, rule in rules.items():
         bits = rule.get("bits", base.bits) if isinstance(rule, dict) else base.bits
         if not isinstance(rule, dict) or name.startswith("-:") or (type(bits) is int and bits >= 16):

@@ -268,7 +268,7 @@ def _refuse_others(form: WeightFormat, entries: Mapping[str, TensorEntry], known
             continue
         if entry.dtype in QUANTIZED_DTYPES and prod(entry.shape) > 1 and not name.endswith(suffixes):
             raise ModelError(
-                f"{entry.file}: tensor {shown(name)} is {entry.dtype} and no part of the {form.label} "
+                f"{entry.file}: tensor {shown(name)} is {entry.dtype} and not part of the {form.label} "
                 "weights that config.json names: its shards are of another quantization; fetch the model "
                 "again"
             )

@@ -167,7 +167,7 @@ def read_index(file: BinaryIO) -> PackedIndex:
     try:
         index = _index(json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DamagedPackedFile(f"the index is not one: {error!r}") from None
+        raise DamagedPackedFile(f"the index is invalid: {error!r}") from None
     if index.data_bytes != size - TRAILER.size - length:
         raise DamagedPackedFile("data of another length")
     return index

@@ -31,7 +31,7 @@ from .rows import ROWS, inverse_root
 
 LOG2_E = 1.44269504
 STRIP, STRIPS = tl.constexpr(16), tl.constexpr(4)
-"""Slots of a strip, and strips of a chunk. A block whose size is no multiple of a strip has a short one."""
+"""Slots of a strip, and strips of a chunk. If a block is not a multiple of a strip, its last one is short."""
 SLOTS = tl.constexpr(64)
 LARGEST = tl.constexpr(127.0 * 128)
 """Code of the largest query of a head, and of the largest weight of a chunk."""

@@ -109,7 +109,7 @@ def test_a_search_that_time_ended_writes_nothing(call, monkeypatch):
     done = find(call, "--targets", "5000/500", "--time", 20, "--write")
     assert done.code == Exit.FAILED
     assert "2 streams, 2.00 requests/s, are within" in done.out
-    assert "nothing was written: the time was over before the search" in done.err
+    assert "nothing was written: the time ran out before the search ended" in done.err
     assert "--time 40, or --most 2" in done.err
     assert call("config", "get", "model.overrides").out == "\n"
     assert find(call, "--targets", "5000/500", "--most", 2, "--write").code == 0
@@ -149,7 +149,7 @@ def test_what_was_found_is_written(call):
         (["--find", "--targets", "8/8", "--most", "0"], "must be above 0"),
         (["--find", "--targets", "8/8", "--write", "--url", "http://x"], "needs the local daemon"),
         (["--find", "--profile"], "--find searches by itself"),
-        (["--write"], "are for --find"),
+        (["--write"], "need --find"),
     ],
 )
 def test_bad_input(call, arguments, text):

@@ -104,7 +104,7 @@ async def test_a_load_without_work_is_reported_and_given_up(work_of_load, caplog
     assert dog.silence == 0.0
     dog._tick()
     assert dog.silence == 5.0
-    assert "engine m loads and stands still: 5 s so far" in caplog.text
+    assert "engine m is loading without progress: 5 s so far" in caplog.text
     assert ticks_until_given_up(dog, engine) == LIMITS.stuck_load_ticks - 2
     assert engine.reason == "no progress for 60 s: it loads, and neither computes nor reads"
     assert engine.pings == 0

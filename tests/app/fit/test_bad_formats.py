@@ -97,7 +97,7 @@ CASES: dict[str, tuple[dict[str, Any], Store, Callable[[Weights], None], dict[st
     "no numbers": (AWQ, awq, without(".qweight"), {}, r"up_proj\.qweight' is missing, to which"),
     "another group": (AWQ, awq, nothing, {"group_size": 64}, r"_proj\.qzeros' has shape .* need \[\d, \d+\]"),
     "another layout": (AWQ, awq, nothing, GPTQ, r"_proj\.qzeros' has shape"),
-    "two tools": (AWQ, awq, of_two, {}, r"layers\.1\.mlp\.up_proj\.weight_\w+' is I(32|64) and no part of"),
+    "two tools": (AWQ, awq, of_two, {}, r"layers\.1\.mlp\.up_proj\.weight_\w+' is I(32|64) and not part of"),
     "other bits": (GPTQ, gptq, nothing, {"bits": 8}, r"has shape"),
     "scales of another dtype": (
         GPTQ, gptq, changed(".scales", Tensor.int), {}, r"up_proj\.scales' is I32, GPTQ .* F16 or BF16",

@@ -219,6 +219,6 @@ async def test_resources_beyond_the_scope_are_neither_listed_nor_read():
 
 
 async def test_a_daemon_that_does_not_answer_is_the_error_of_a_resource():
-    subject, _ = server(config=ToolError("the daemon does not run. Run: llmbox up"))
+    subject, _ = server(config=ToolError("the daemon is not running. Run: llmbox up"))
     error = (await ask(subject, "resources/read", uri="llmbox://settings"))["error"]
     assert "llmbox up" in error["message"]

@@ -136,7 +136,7 @@ def test_what_is_on_this_disk_needs_no_download(tmp_path):
 def test_a_model_that_does_not_fit_is_answered_with_smaller_ones_of_its_family(tmp_path):
     found = planned(24, tmp_path)
     names = [text.partition(": ")[0] for text in smaller_models("Qwen/Qwen3-32B", found)]
-    assert names == ["qwen3:1.7b", "qwen3:0.6b"]  # the 8B model fits, but is slower than people read
+    assert names == ["qwen3:1.7b", "qwen3:0.6b"]  # the 8B model fits, but is slower than reading speed
     assert family_of("Qwen/Qwen3-32B") == "qwen3"
     others = [text.partition(": ")[0] for text in smaller_models("org/huge", found)]
     assert others

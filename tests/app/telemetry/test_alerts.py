@@ -46,7 +46,7 @@ def test_gpus():
     )
     assert found == [
         "failure: GPU 2: GPU is lost",
-        "warning: GPU 0: clocks held down (thermal)",
+        "warning: GPU 0: clocks throttled (thermal)",
         "warning: GPU 1: 93 °C",
     ]
 

@@ -145,9 +145,9 @@ def test_headers_of_a_file(tmp_path):
     ("text", "mode", "why"),
     [
         ("A: b", 0o640, "other users may read it"),
-        ("two words: b", 0o600, "no header"),
-        ("Host: elsewhere", 0o600, "no header"),
-        ("A: b\x07", 0o600, "no header"),
+        ("two words: b", 0o600, "is not a header"),
+        ("Host: elsewhere", 0o600, "is not a header"),
+        ("A: b\x07", 0o600, "is not a header"),
     ],
 )
 def test_headers_that_are_refused(tmp_path, text, mode, why):

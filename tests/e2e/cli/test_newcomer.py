@@ -138,7 +138,7 @@ def test_the_list_of_recommended_models_is_refreshed_from_the_hub_on_request(box
 def test_llmbox_alone_says_where_one_is_and_what_comes_next(box: Box):
     before = box.run()
     assert before.code == 0
-    assert "The daemon does not run" in before.out
+    assert "The daemon is not running" in before.out
     assert "llmbox search" in before.out
     assert re.search(r"llmbox run \S+ +(quick|balanced|best|smallest): fetch", before.out)
     assert box.run("up", "builtin").code == 0

@@ -114,7 +114,7 @@ def test_models_names_the_parent(server):
     ("body", "status", "told"),
     [
         ({"lora_path": "adapters/x"}, 400, "absolute path"),
-        ({"lora_path": "/nonexistent"}, 400, "is no folder"),
+        ({"lora_path": "/nonexistent"}, 400, "is not a folder"),
         ({"lora_name": "poet"}, 409, "is taken"),
         ({"lora_name": "tiny"}, 409, "is taken"),
         ({"lora_name": "../x"}, 400, "cannot be a model's name"),

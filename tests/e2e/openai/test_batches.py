@@ -173,7 +173,7 @@ GOOD = line("one", HELLO)
         (b"", "the file holds no request"),
         (b"\n\n", "the file holds no request"),
         (b"{", "Line 1 .*not valid JSON"),
-        (b"[1]", "Line 1 .*no JSON object"),
+        (b"[1]", "Line 1 .*not a JSON object"),
         (b"\xff", "Line 1 .*not UTF-8"),
         (json.dumps(GOOD).encode() + b"\n" + json.dumps(GOOD).encode(), "Line 2 .*'one' occurs twice"),
         (json.dumps(GOOD | {"custom_id": 5}).encode(), "'custom_id' must be a text"),

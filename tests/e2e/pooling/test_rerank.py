@@ -273,7 +273,7 @@ def test_an_instruction_counts(http, root):
     [
         ("sorter", "it sorts texts into 3 classes"),
         ("vectors", "neither a head nor a row of scores"),
-        ("wordless", "'yes' and 'no' are no tokens of it"),
+        ("wordless", "'yes' and 'no' are not tokens of its vocabulary"),
         ("untold", "no chat template"),
     ],
 )

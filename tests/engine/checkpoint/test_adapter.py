@@ -22,7 +22,7 @@ from support.adapters import plain_tensors, write_adapter
         ({"lora_alpha": float("nan")}, "lora_alpha is nan, which is not a valid scale"),
         ({"lora_alpha": None}, "lora_alpha is None, which is not a valid scale"),
         ({"rank_pattern": {"(a+)+$": 4}}, r"rank_pattern has the expression .*regular expressions are not"),
-        ({"rank_pattern": [1]}, "rank_pattern is no table"),
+        ({"rank_pattern": [1]}, "rank_pattern is not a table"),
         ({"rank_pattern": {"q_proj": 10**6}}, "allowed are 1 to 256"),
         ({"bias": "all"}, "trained biases are not supported"),
         ({"fan_in_fan_out": True}, "Conv1D"),
@@ -48,8 +48,8 @@ A, B = plain_tensors().items()
         ({A[0]: A[1], B[0]: torch.zeros(64, 3)}, r"shape \[64, 3\] does not go with \[4, 64\]"),
         ({A[0]: torch.zeros(300, 8), B[0]: torch.zeros(8, 300)}, "its rank is 300, allowed are 1 to 256"),
         ({A[0]: torch.zeros(0, 8), B[0]: torch.zeros(8, 0)}, "its rank is 0, allowed"),
-        ({A[0]: A[1].to(torch.int8), B[0]: B[1]}, "dtype I8 is not read"),
-        ({"base_model.model.model.x.ia3_l": torch.zeros(2)}, "no part of a LoRA adapter"),
+        ({A[0]: A[1].to(torch.int8), B[0]: B[1]}, "dtype I8 is not supported"),
+        ({"base_model.model.model.x.ia3_l": torch.zeros(2)}, "not part of a LoRA adapter"),
         ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(2, 2)}, "modules_to_save"),
         (
             {**dict([A, B]), "model.layers.0.self_attn.q_proj.lora_A.weight": A[1].clone()},
@@ -63,7 +63,7 @@ def test_tensors(tmp_path: Path, tensors: dict[str, torch.Tensor], told: str) ->
 
 
 def test_files(tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match="is no folder"):
+    with pytest.raises(AdapterError, match="is not a folder"):
         read_adapter(tmp_path / "missing")
     with pytest.raises(AdapterError, match="cannot be read: File name too long"):
         read_adapter(tmp_path / ("x" * 300))

@@ -26,7 +26,7 @@ PAIR = EngineConfig(model_path="/m", name="m", disaggregate=(1, 2), context=4096
         ({"draft_path": "/d"}, CPU, "does not work with --draft"),
         ({"mtp": "on"}, CPU, "does not work with --draft"),
         ({"threads": 2}, CPU, "leave out --threads 2"),
-        ({"disaggregate": (3, 2)}, CPU, "wants 5 cores, and this process may use 4 cores: ask for fewer"),
+        ({"disaggregate": (3, 2)}, CPU, "needs 5 cores, and this process may use 4 cores: ask for fewer"),
         ({}, replace(CPU, device="cuda"), "runs on CPUs only: leave it out, or use --device cpu"),
     ],
 )

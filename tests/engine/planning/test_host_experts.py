@@ -113,7 +113,7 @@ def test_float16_becomes_what_both_compute():
         ({}, {}, {"pp": 2}, "for a model on one GPU"),
         ({}, {}, {"gpus": (0, 1)}, "the model was given 2 GPUs: choose one"),
         ({}, {}, {"dtype": "float16"}, "use --dtype bfloat16"),
-        ({}, {}, {"mtp": "on"}, "no drafts are verified beside experts in main memory"),
+        ({}, {}, {"mtp": "on"}, "drafts cannot be combined with experts in main memory"),
         ({}, {"host_native": False}, {}, "there is no compiler for them: see `llmbox doctor`"),
     ],
 )

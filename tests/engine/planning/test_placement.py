@@ -91,7 +91,7 @@ def test_stages_of_peers_where_one_set_of_peers_is_too_small():
     assert "PCIe" not in reason
     cut, reason = chosen(budget(4, 140 * GB, (0, 2)), tp=2, pp=2)
     assert cut == (2, 2, (0, 1, 2, 3))
-    assert "no NVLink peers" in reason
+    assert "not NVLink peers" in reason
 
 
 def test_what_was_asked_for_is_done_and_remarked_upon():
@@ -100,7 +100,7 @@ def test_what_was_asked_for_is_done_and_remarked_upon():
     assert chosen(budget(8, 140 * GB, range(8)), tp=4) == (four, words)
     cut, reason = chosen(budget(2, 140 * GB), tp=2)
     assert cut == (2, 1, (0, 1))
-    assert "no NVLink peers: sums go over PCIe, --pp may be faster" in reason
+    assert "not NVLink peers: sums go over PCIe, --pp may be faster" in reason
     cut, reason = chosen(budget(4, 140 * GB, (0, 1), (2, 3)), tp=2, pp=2)
     assert cut == (2, 2, (0, 1, 2, 3))
     assert reason == "cut into 2 stages of 2 ranks, as asked, on GPUs 0, 1, 2 and 3"
@@ -154,7 +154,7 @@ def test_a_place_that_was_chosen_is_taken(gpus, cut):
 
 
 def test_more_ranks_than_gpus_and_models_for_no_machine():
-    with pytest.raises(ParallelError, match=r"want 4 GPUs, and 2 can be seen.*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(ParallelError, match=r"need 4 GPUs, but 2 are visible.*CUDA_VISIBLE_DEVICES"):
         chosen(budget(2, 140 * GB, range(2)), tp=4)
     with pytest.raises(DoesNotFit, match="needs"):
         chosen(budget(2, 8 * GB, range(2)))

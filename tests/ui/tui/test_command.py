@@ -112,7 +112,7 @@ def test_bad_flags(box: Box, terminal, tmp_path):
     for arguments, words in (
         (["--replay", str(empty)], "no recording"),
         (["--record", str(tmp_path)], "cannot be written"),
-        (["--remote", "ftp://x", "--key-file", str(key)], "is no URL"),
+        (["--remote", "ftp://x", "--key-file", str(key)], "is not a URL"),
         (["--remote", "http://127.0.0.1:1", "--key-file", str(key)], "holds no key"),
         (["--mock", "--theme", "nrd"], "did you mean nord?"),
     ):

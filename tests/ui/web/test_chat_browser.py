@@ -218,7 +218,7 @@ def test_two_answers_stand_side_by_side_with_their_cost_and_one_is_gone_on_with(
     page.wait_for_function("() => document.querySelectorAll('.pair span.measure').length === 2")
     for measure in page.locator(".pair span.measure").all():
         assert re.search(r"0\.\d{4} USD", measure.text_content())
-    page.get_by_role("button", name="Go on with this").click()
+    page.get_by_role("button", name="Continue with this").click()
     page.locator(".pair .message").nth(1).get_by_text("Chosen").wait_for()
     page.locator("#other").select_option("nothing")
     ask(window, "And then?")

@@ -44,7 +44,7 @@ def test_a_box_without_work_is_idle_instead_of_slow():
 def test_each_bar_of_memory_says_what_it_shows():
     page = piece("boxes", tick=tick())
     assert "Memory in use: 16 %" in page
-    assert "Memory: ours 61 %, others 3 %" in page
+    assert "Memory: llmbox 61 %, others 3 %" in page
 
 
 def test_each_setting_and_section_has_a_plain_name():

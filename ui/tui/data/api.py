@@ -155,10 +155,10 @@ class Replay:
             raise CliError("not in this recording", path) from None
 
     def post(self, path: str, body: object) -> dict[str, Any]:  # noqa: ARG002 - as the protocol has it
-        raise CliError("a replay changes nothing", path)
+        raise CliError("a replay cannot change anything", path)
 
     def ask(self, body: dict[str, Any]) -> Iterator[AnswerPiece]:  # noqa: ARG002 - as the protocol has it
-        raise CliError("a replay answers nothing", "it has no model")
+        raise CliError("a replay cannot answer", "it has no model")
 
     def stop(self) -> None:
         pass
@@ -183,7 +183,7 @@ class Replay:
                     self._take(entry, first=number == 1)
                 except (ValueError, KeyError, TypeError) as error:
                     raise CliError(
-                        f"{path} is no recording of llmbox top",
+                        f"{path} is not a recording of llmbox top",
                         f"line {number}: {error}",
                         "llmbox top --record FILE",
                         Exit.USAGE,
@@ -210,9 +210,11 @@ class RemoteClient(Client):
         try:
             self._host, self._port = parts.hostname or "", parts.port
         except ValueError as error:
-            raise CliError(f"{url} is no URL", str(error), "--remote http://HOST:7411", Exit.USAGE) from error
+            raise CliError(
+                f"{url} is not a URL", str(error), "--remote http://HOST:7411", Exit.USAGE
+            ) from error
         if parts.scheme not in {"http", "https"} or not self._host:
-            raise CliError(f"{url} is no URL", "", "--remote http://HOST:7411", Exit.USAGE)
+            raise CliError(f"{url} is not a URL", "", "--remote http://HOST:7411", Exit.USAGE)
         self._secure = parts.scheme == "https"
         self._key = _read_key(key_file)
         self.url = f"{parts.scheme}://{parts.netloc}"
@@ -228,7 +230,7 @@ class RemoteClient(Client):
 
     def not_running(self) -> CliError:
         return CliError(
-            f"nobody answers at {self.url}", "the connection was refused", "llmbox status, over there",
+            f"nothing answers at {self.url}", "the connection was refused", "llmbox status, over there",
             Exit.UNREACHABLE,
         )  # fmt: skip
 

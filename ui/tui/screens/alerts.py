@@ -1,4 +1,4 @@
-"""Screen 8: what is wrong now, since when, and what to do about it."""
+"""Screen 8: current alerts, their age, and what to do about each."""
 
 import time
 from collections.abc import Iterable

@@ -274,7 +274,7 @@ def alert_line(app: "Dashboard", width: int) -> Line:
         if state.tick is None:
             text = f"no daemon: {state.lost}. Start one with: llmbox up"
         else:
-            text = f"daemon gone ({state.lost}); all below is {duration(state.age)} old; trying again"
+            text = f"daemon gone ({state.lost}); the data below is {duration(state.age)} old; retrying"
         return cut(((f" {glyphs.warning} {clean(text)}", "bad"),), width, glyphs)
     if state.tick is None:
         return ((" waiting for the first reading", "muted"),)

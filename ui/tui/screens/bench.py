@@ -47,7 +47,7 @@ class BenchScreen(DashboardScreen):
 
     def body(self) -> Iterable[Widget]:
         yield Lines(id="title", classes="line")
-        yield FixedTable(RUNS, "No runs are kept yet. Measure one with: llmbox bench", id="runs")
+        yield FixedTable(RUNS, "No runs are stored yet. Start one with: llmbox bench", id="runs")
         yield Lines(id="compared")
         yield Lines(id="doctor-title", classes="line")
         yield FixedTable(FINDINGS, "", id="findings")

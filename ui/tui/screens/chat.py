@@ -27,8 +27,8 @@ from ..widgets.lines import Lines
 from .base import DashboardScreen
 
 HINT = (
-    "Ask the model something. Enter sends, esc stops an answer. The conversation is not kept: clearing it or "
-    "quitting forgets it. Requests are logged like those of other callers."
+    "Ask the model something. Enter sends, esc stops an answer. The conversation is not stored: clearing it "
+    "or quitting deletes it. Requests are logged like those of other callers."
 )
 
 
@@ -148,7 +148,7 @@ class ChatScreen(DashboardScreen):
         if not question or self._answer is not None:
             return
         if self.dashboard.read_only:
-            self.notify("This is --read-only: nothing is sent.", severity="warning")
+            self.notify("Read-only (--read-only): nothing was sent.", severity="warning")
             return
         if "models" not in self.state.answers:
             with suppress(CliError):

@@ -72,7 +72,7 @@ class ModelsScreen(DashboardScreen):
         self._describe(rows)
 
     def _describe(self, rows: Sequence[Row]) -> None:
-        """Show below the list what its columns have no room for, of the model under the cursor."""
+        """Show the model under the cursor below the list, with the columns that have no room in it."""
         row = next((each for each in rows if each.key == self._chosen), None)
         lines = about_lines(row, find_model(self.state, row.key), self.size.width, self.glyphs) if row else []
         room = self.size.height - len(lines) - (6 if self.size.height >= 32 else 5)
@@ -122,7 +122,7 @@ class ModelsScreen(DashboardScreen):
 
     def action_pull(self) -> None:
         hint = "a Hub id, such as Qwen/Qwen3-0.6B"
-        self.post_message(PromptUser("Pull a model", hint, "downloads", "model", "The download has begun."))
+        self.post_message(PromptUser("Pull a model", hint, "downloads", "model", "The download has started."))
 
     def action_delete(self) -> None:
         if (name := self._chosen) is None:

@@ -58,7 +58,7 @@ _STATE_TONES = {"ready": "good", "loading": "warn", "restarting": "bad", "failed
 _MOST_ENDED = 60
 """Ended requests in the list; screen 2 has more."""
 _RANGES = (1, 2, 5)
-"""Seconds a dot of the charts."""
+"""Seconds per dot of the charts."""
 
 
 class OverviewScreen(DashboardScreen):
@@ -70,7 +70,7 @@ class OverviewScreen(DashboardScreen):
         Binding("tab", "app.focus_next", "Other list"),
     ]
     step = 1
-    """Seconds a dot of the charts."""
+    """Seconds per dot of the charts."""
 
     def body(self) -> Iterable[Widget]:
         yield Lines(id="devices")
@@ -108,7 +108,7 @@ class OverviewScreen(DashboardScreen):
         self._set_lines("#events", event_lines(state, width - left if is_wide else width, number, glyphs))
 
     def _charts(self, width: int, room: int) -> list[Line]:
-        """Draw the charts, anew only if what they show has changed."""
+        """Draw the charts, if their content has changed."""
         state = self.state
         drawn = state.tick, width, room, self.step, "past" in state.answers
         if drawn != self._drawn:
@@ -134,7 +134,7 @@ class OverviewScreen(DashboardScreen):
         yield FetchData("marks", "marks?since=0&limit=50")
 
     def action_range(self) -> None:
-        """Show a longer time in the charts, or the shortest again."""
+        """Show the next longer time range in the charts, or the shortest one again."""
         self.step = _RANGES[(_RANGES.index(self.step) + 1) % len(_RANGES)]
         self.redraw()
 
@@ -252,7 +252,7 @@ def gpu_lines(gpu: GpuReading, width: int, glyphs: Glyphs) -> list[Line]:
     link = f"PCIe {gpu.pcie}  {glyphs.down}{rate(gpu.pcie_in)} {glyphs.up}{rate(gpu.pcie_out)}"
     if gpu.nvlink_in is not NA:
         link += f"   NVLink {glyphs.down}{rate(gpu.nvlink_in)} {glyphs.up}{rate(gpu.nvlink_out)}"
-    held = (f"   held down: {', '.join(gpu.throttle)}", "warn") if gpu.throttle else ("", "")
+    held = (f"   throttled: {', '.join(gpu.throttle)}", "warn") if gpu.throttle else ("", "")
     if width >= 150:
         return [(*main, *rest, (f"  {link}", "muted"), held)]
     if width >= 118:

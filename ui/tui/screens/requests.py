@@ -146,7 +146,7 @@ def _ago(value: float) -> str:
 
 
 _MOST_SHOWN = 4000
-"""Most characters shown of a prompt and of an answer."""
+"""Maximum number of characters shown of a prompt and of an answer."""
 _WORDS = {
     "id": "request", "n": "choices", "stream": "streamed", "prompt_tokens": "prompt tokens",
     "cached_tokens": "cached prompt tokens", "output_tokens": "output tokens", "ttft": "TTFT",

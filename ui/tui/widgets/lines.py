@@ -158,7 +158,7 @@ class Column:
     middle: bool = False
     """Cut long texts in the middle: names differ at both ends."""
     least: int = 10
-    """Fewest cells of a column that takes the remaining space."""
+    """Minimum width in cells of a column that takes the remaining space."""
     sortable: bool = True
 
 

@@ -100,7 +100,7 @@ async def cancel(request: PanelRequest) -> Response[str]:
     if fetch is None or fetch.is_here:
         raise ApiError(404, f"{name} is not being downloaded from the hub.", "adapter_not_found")
     fetch.stop.set()
-    return done(request, BACK, f"The download of {name} ends.")
+    return done(request, BACK, f"The download of {name} is being cancelled.")
 
 
 @post("/models/adapters/remove", status_code=200, name="panel_adapter_remove")

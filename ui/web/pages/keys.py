@@ -19,14 +19,14 @@ from ..render import PanelRequest, done, page, panel_of
 BACK = "/admin/keys"
 DAY = 86400.0
 LIMITS = (
-    ("rpm", "Requests a minute", ""),
-    ("requests_day", "Requests a day", ""),
-    ("requests_month", "Requests a month", ""),
-    ("tpm", "Tokens a minute", "Prompts and answers together."),
-    ("tokens_day", "Tokens a day", ""),
-    ("tokens_month", "Tokens a month", ""),
-    ("budget_day", "Budget a day", ""),
-    ("budget_month", "Budget a month", ""),
+    ("rpm", "Requests per minute", ""),
+    ("requests_day", "Requests per day", ""),
+    ("requests_month", "Requests per month", ""),
+    ("tpm", "Tokens per minute", "Prompts and answers together."),
+    ("tokens_day", "Tokens per day", ""),
+    ("tokens_month", "Tokens per month", ""),
+    ("budget_day", "Budget per day", ""),
+    ("budget_month", "Budget per month", ""),
 )
 """(field of a key, label, hint) of its limits."""
 LIVES = (("", "Never"), ("1", "In a day"), ("30", "In 30 days"), ("90", "In 90 days"), ("365", "In a year"))
@@ -51,7 +51,7 @@ async def add_key(request: PanelRequest) -> Response[str]:
 
 @post("/keys/{name:str}/limits", status_code=200, name="panel_key_limits")
 async def change_limits(request: PanelRequest, name: FromPath[str]) -> Response[str]:
-    """Replace all limits of a key by those of the form: an empty field takes one away."""
+    """Replace all limits of a key by those of the form: an empty field removes one."""
     form = await form_of(request)
     keys = panel_of(request).services.security.keys
     values: dict[str, Any] = {field: None for field, _, _ in LIMITS} | _limits(form)
@@ -62,7 +62,7 @@ async def change_limits(request: PanelRequest, name: FromPath[str]) -> Response[
     except msgspec.ValidationError as error:
         raise ApiError(400, _format_error(str(error)), "invalid_value") from error
     await changing(lambda: keys.change(name, change))
-    return done(request, BACK, f"Changed the limits of {name}. They apply from the next request on.")
+    return done(request, BACK, f"Changed the limits of {name}. They apply to new requests.")
 
 
 @post("/keys/{name:str}/rotate", status_code=200, name="panel_key_rotate")

@@ -70,7 +70,7 @@ class WeightFormatRow:
     name: str
     made: WhatIfPlan
     speed: float
-    """Decoding of one stream beside unquantized weights, where memory bandwidth is the bound."""
+    """Decoding speed of one stream relative to unquantized weights, if memory bandwidth is the limit."""
     divergence: float
 
 
@@ -86,7 +86,7 @@ def weight_formats(
     shape = config.shape()
 
     def speed(name: str, plan: MemoryPlan | None) -> float:
-        """Speed by that of unquantized weights; 0 for a plan with experts in main memory."""
+        """Speed relative to unquantized weights; 0 for a plan with experts in main memory."""
         return 0.0 if plan is None or plan.expert_bytes else rate(name, plan) / rate("none", plan)
 
     def rate(name: str, plan: MemoryPlan) -> float:
@@ -232,7 +232,7 @@ def _aliases(panel: PageContext, disk: DiskModel) -> dict[str, Alias]:
 SYSTEM: Final = "You answer in few words."
 USER: Final = "What is the capital of France?"
 LONGEST: Final = 20_000
-"""Most characters of a sample message."""
+"""Maximum number of characters of a sample message."""
 
 
 @post("/models/alias", status_code=200, name="panel_alias")

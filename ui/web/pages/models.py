@@ -104,7 +104,7 @@ async def refresh_recommended(request: PanelRequest) -> Response[str]:
         count, failed = await panel_of(request).control.library.refresh_recommended()
     except HubError as error:
         raise ApiError(502, f"{error.what}: {error.why}. {error.fix}", error.code) from error
-    left = f" The hub did not describe {', '.join(failed)}: they stay as they were." if failed else ""
+    left = f" The hub did not describe {', '.join(failed)}: their entries are unchanged." if failed else ""
     return done(request, "/admin/models/discover", f"Refreshed {count} models.{left}")
 
 

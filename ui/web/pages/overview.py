@@ -53,7 +53,7 @@ class ChartView:
     title: str
     unit: str
     series: tuple[tuple[str, str], ...]
-    note: str = "No requests in this time."
+    note: str = "No requests in this period."
     """Text where there are no values."""
     lines: tuple[tuple[float, str], ...] = ()
     """Horizontal lines at a value, with labels."""
@@ -63,10 +63,10 @@ OUTCOMES = ChartView(
     "Requests by outcome",
     "count",
     (("answered", "answered"), ("refused", "refused"), ("caller", "callers' errors"), ("failed", "failed")),
-    "No requests in this time. Each one that ends is counted here.",
+    "No requests in this period. Each one that ends is counted here.",
 )
 """Its series are those of `/admin/api/outcomes`, drawn as stacked bars."""
-TOKENS = ChartView("Tokens a second", "rate", (("tokens_out", "output"), ("tokens_in", "input")))
+TOKENS = ChartView("Tokens per second", "rate", (("tokens_out", "output"), ("tokens_in", "input")))
 TTFT = ChartView("Time to first token", "seconds", (("ttft_p50", "p50"), ("ttft_p95", "p95")))
 TPOT = ChartView("Time per output token", "seconds", (("tpot_p50", "p50"), ("tpot_p95", "p95")))
 LOAD = ChartView("Load", "count", (("running", "running"), ("waiting", "waiting")))
@@ -81,9 +81,9 @@ PLOTS = (
     LOAD,
     CACHES,
     ChartView("Failed requests, over five minutes", "share", (("error_rate", "failed"),)),
-    ChartView("Processor", "share", (("cpu", "CPU"),), "The daemon did not run in this time."),
-    ChartView("Memory available", "bytes", (("memory_available", "memory"),), "The daemon did not run."),
-    ChartView("Disk free", "bytes", (("disk_free", "disk"),), "The daemon did not run in this time."),
+    ChartView("Processor", "share", (("cpu", "CPU"),), "The daemon was not running in this period."),
+    ChartView("Memory available", "bytes", (("memory_available", "memory"),), "The daemon was not running."),
+    ChartView("Disk free", "bytes", (("disk_free", "disk"),), "The daemon was not running in this period."),
 )
 GPU_PLOTS = (
     ("utilisation", "share", "utilisation"),
@@ -92,10 +92,10 @@ GPU_PLOTS = (
     ("temperature", "degrees", "temperature"),
     ("power", "watts", "power"),
     ("clock", "megahertz", "clock_sm"),
-    ("PCIe in, a second", "bytes", "pcie_in"),
-    ("PCIe out, a second", "bytes", "pcie_out"),
-    ("NVLink in, a second", "bytes", "nvlink_in"),
-    ("NVLink out, a second", "bytes", "nvlink_out"),
+    ("PCIe in, per second", "bytes", "pcie_in"),
+    ("PCIe out, per second", "bytes", "pcie_out"),
+    ("NVLink in, per second", "bytes", "nvlink_in"),
+    ("NVLink out, per second", "bytes", "nvlink_out"),
 )
 """(title, unit, series) of plots with one line for each GPU."""
 
@@ -125,7 +125,7 @@ async def overview_pieces(panel: PageContext) -> dict[str, str]:
 
 @get("/usage", name="panel_usage")
 async def usage_piece(request: PanelRequest, range: FromQuery[str] = "86400") -> Response[str]:  # noqa: A002 - as in the URL
-    """Usage by model and by key: asked for anew four times a minute, as it reads the request log."""
+    """Usage by model and by key: refreshed four times a minute, as it reads the request log."""
     panel = panel_of(request)
     html = render("overview/usage.html", panel, **await _usage(panel, _range(range, "86400")))
     return Response(html, media_type=MediaType.HTML)
@@ -205,7 +205,7 @@ def _gpu_plots(gpus: tuple[GpuReading, ...]) -> Iterator[ChartView]:
         lines = tuple((f"gpu{gpu.index}.{name}", f"GPU {gpu.index}") for gpu in gpus)
         known = any(getattr(gpu, name) is not NA for gpu in gpus)
         problem = next((f"GPU {gpu.index}: {gpu.problem}." for gpu in gpus if gpu.problem), "")
-        note = "No readings in this time." if known else problem or f"{gpus[0].name} does not report it."
+        note = "No readings in this period." if known else problem or f"{gpus[0].name} does not report it."
         yield ChartView(f"GPU {title}", unit, lines, note)
 
 

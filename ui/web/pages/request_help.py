@@ -38,7 +38,7 @@ class ErrorHelp:
 
 
 def remedies(panel: PageContext, record: RequestRecord) -> list[Remedy]:
-    """Return what helps against the error of a request, as the box is now."""
+    """Return what helps against the error of a request, in the current state of the box."""
     found = HELP.get(record.error_code)
     if found is None:
         return []
@@ -88,7 +88,7 @@ def _find(record: RequestRecord, model: ModelStatus | None) -> list[Remedy]:
 
 
 def _lengthen(record: RequestRecord, model: ModelStatus | None) -> list[Remedy]:
-    """Offer to load the model with twice its context, or with as much as it was made for."""
+    """Offer to load the model with twice its context, or with its trained context if that is less."""
     if model is None or model.info is None:
         return _load(record, model)
     wanted = min(2 * model.info.context_window, _context_limit(model))
@@ -101,7 +101,7 @@ def _lengthen(record: RequestRecord, model: ModelStatus | None) -> list[Remedy]:
 
 
 def _context_limit(model: ModelStatus) -> int:
-    """Return the context that a model was made for; 0 if its files cannot be read any more."""
+    """Return the trained context of a model; 0 if its files cannot be read any more."""
     try:
         return parse_config(Path(model.path)).context_limit
     except EngineError:
@@ -136,7 +136,7 @@ HELP: Final = {
         lambda record, _: _key(record, "--tokens-day N --tokens-month N"),
     ),
     "queue_full": ErrorHelp(
-        "More requests waited for the model than its queue takes.",
+        "More requests waited for the model than its queue holds.",
         "Send fewer at once, or lengthen the queue.",
         lambda *_: _setting("limits.queue", "1024"),
     ),
@@ -202,7 +202,7 @@ HELP: Final = {
     ),
     "draining": ErrorHelp("The daemon was shutting down.", "Send the request again."),
     "request_cancelled": ErrorHelp(
-        "Somebody cancelled the request at this box.", "Send it again if that was wrong."
+        "An administrator of this box cancelled the request.", "Send it again if that was a mistake."
     ),
     "client_disconnected": ErrorHelp(
         "The client closed its connection before the answer was complete.",

@@ -41,7 +41,7 @@ TITLES = {
     "server.port": "Port",
     "server.mdns": "Announce on the network (mDNS)",
     "server.models": "Models loaded at start",
-    "server.allowed_hosts": "Further host names",
+    "server.allowed_hosts": "Additional host names",
     "server.cors_origins": "Web pages that may use the API",
     "server.tls": "HTTPS",
     "server.tls_certificate": "Certificate file",
@@ -51,8 +51,8 @@ TITLES = {
     "server.fetch_images": "Images by URL",
     "server.mcp_commands": "Programs as MCP servers of the chat",
     "server.drain_timeout": "Time for open requests at shutdown",
-    "server.restart_cooldown": "Pause before a crashed model starts again",
-    "server.restart_cooldown_max": "Longest such pause",
+    "server.restart_cooldown": "Pause before a crashed model restarts",
+    "server.restart_cooldown_max": "Maximum pause before a restart",
     "usage.prices": "Token prices",
     "usage.currency": "Currency",
     "usage.targets": "Latency targets",
@@ -73,7 +73,7 @@ TITLES = {
     "limits.idle_timeout": "Idle connections",
     "limits.connections": "Connections",
     "limits.connections_per_address": "Connections of one machine",
-    "limits.json_depth": "Nesting of JSON",
+    "limits.json_depth": "Nesting depth of JSON",
     "limits.messages": "Messages of a chat",
     "limits.tools": "Tools of a chat",
     "limits.stop_strings": "Stop strings",
@@ -95,8 +95,8 @@ TITLES = {
     "model.quant": "Quantization at load",
     "model.quant_head": "Quantization of the output head",
     "model.ctx": "Context length",
-    "model.max_running": "Sequences computed together",
-    "model.token_budget": "Tokens a step",
+    "model.max_running": "Sequences in a batch",
+    "model.token_budget": "Tokens per step",
     "model.memory": "Memory of a model",
     "model.kv_tokens": "Size of the KV cache",
     "model.kv_host_memory": "Main memory for evicted KV blocks",
@@ -115,7 +115,7 @@ TITLES = {
     "model.draft": "Draft model",
     "model.lora_memory": "Memory for adapters",
     "model.deterministic": "Deterministic kernels only",
-    "model.exact": "Same bits on every CPU",
+    "model.exact": "Bit-identical on every CPU",
     "model.overlap": "Overlapped scheduling on a GPU",
     "model.cuda_graphs": "CUDA graphs",
     "model.overrides": "Settings of single models",
@@ -125,7 +125,7 @@ TITLES = {
     "memory.load_on_request": "Load models on request",
     "cache.repacked_gb": "Size of the cache",
     "cache.kv_disk_gb": "KV cache on disk",
-    "cache.kv_key_share": "Share of a key in it",
+    "cache.kv_key_share": "Share of one key in it",
     "hub.bandwidth": "Bandwidth",
     "hub.files_at_once": "Files at once",
     "hub.pull_on_request": "Download models on request",
@@ -136,7 +136,7 @@ TITLES = {
     "requests.max_bytes": "Size of the request log",
     "requests.log_content": "Keep prompts without a key",
     "requests.content_days": "Keep prompts and answers",
-    "requests.content_bytes": "Kept part of a prompt or answer",
+    "requests.content_bytes": "Stored part of a prompt or answer",
     "requests.store": "Stored answers",
     "requests.stored_days": "Keep stored answers",
     "requests.stored_bytes": "Size of stored answers",
@@ -273,9 +273,9 @@ def _describe_reach(control: DaemonController) -> list[str]:
     else:
         who = f"Every machine that reaches {running.host} reaches the API; each request needs an API key."
     names = ", ".join(settings.allowed_hosts)
-    hosts = f"Beside the names of this machine, requests may be addressed to {names}." if names else ""
+    hosts = f"Besides the names of this machine, requests may use the host names {names}." if names else ""
     valid = "1 key is valid" if len(keys) == 1 else f"{len(keys)} keys are valid"
     count = f"{valid}; {admins or 'none'} of them may administer this box."
-    panel = "This panel and the admin API take a one-time link from llmbox up, or an admin key."
+    panel = "This panel and the admin API accept a one-time link from llmbox up, or an admin key."
     local = f"The command line uses {running.socket}, which only your user on this machine can open."
     return [who, *([hosts] if hosts else []), count, panel, local]

@@ -134,7 +134,7 @@ async def _download(paths: Paths, name: str, ending: str, make: Callable[[Path],
         await asyncio.to_thread(make, file)
     except CliError as error:
         why = error.why.replace(str(file), "the copy")
-        raise ApiError(500, f"It cannot be made: {why}.", "storage_failed", type="server_error") from error
+        raise ApiError(500, f"It cannot be created: {why}.", "storage_failed", type="server_error") from error
     handle = file.open("rb")
     file.unlink()
     headers = {"Content-Disposition": f'attachment; filename="{name}"'}

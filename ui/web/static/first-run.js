@@ -32,7 +32,7 @@ form?.addEventListener("submit", async (event) => {
       answer.append(text);
     };
     const think = () => {
-      if (!answer.textContent) [answer.textContent, thinking] = ["It thinks …", true];
+      if (!answer.textContent) [answer.textContent, thinking] = ["Thinking …", true];
     };
     await answerOf(request, say, (line) => measure.replaceChildren(line), think);
   } catch (error) {

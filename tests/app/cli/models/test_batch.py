@@ -141,7 +141,7 @@ def test_a_busy_daemon_is_asked_again(run, client, tmp_path):
 def test_a_bad_line_is_named_before_anything_is_asked(run, client, tmp_path, line, why):
     source = write(tmp_path / "in", {"prompt": "x"}, line)
     result = run(source, tmp_path / "out", "--model", "m")
-    assert result.exception.what == "line 2 is no request"
+    assert result.exception.what == "line 2 is not a request"
     assert why in result.exception.why
     assert client.asked == []
 
@@ -182,7 +182,7 @@ def test_a_second_interrupt_ends_it_at_once_and_the_same_command_goes_on(run, cl
                 assert process.poll() is None
             interrupt(process)
             assert process.wait(PATIENCE) == 130
-            assert "The same command goes on" in process.stderr.read()
+            assert "Run the same command to continue" in process.stderr.read()
         finally:
             process.kill()
     assert not (tmp_path / "out.errors.jsonl").exists()
@@ -192,9 +192,9 @@ def test_a_second_interrupt_ends_it_at_once_and_the_same_command_goes_on(run, cl
 
 def test_other_files_are_not_written_over(run, tmp_path):
     source = write(tmp_path / "in", {"prompt": "x", "model": "m"})
-    assert run(source, source).exception.what == "OUTPUT is INPUT"
+    assert run(source, source).exception.what == "OUTPUT is the same file as INPUT"
     other = write(tmp_path / "out", {"name": "precious"})
-    assert "is no output of llmbox batch" in run(source, other).exception.what
+    assert "is not an output of llmbox batch" in run(source, other).exception.what
     assert json.loads(other.read_text()) == {"name": "precious"}
 
 
@@ -202,7 +202,7 @@ def test_other_files_are_not_written_over(run, tmp_path):
 def test_a_file_without_a_last_newline_is_not_emptied(run, tmp_path, content):
     source = write(tmp_path / "in", {"prompt": "x", "model": "m"})
     (tmp_path / "out").write_text(content)
-    assert "is no output of llmbox batch" in run(source, tmp_path / "out").exception.what
+    assert "is not an output of llmbox batch" in run(source, tmp_path / "out").exception.what
     assert (tmp_path / "out").read_text() == content
 
 

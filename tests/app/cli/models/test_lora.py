@@ -45,7 +45,7 @@ def test_an_adapter_from_its_folder_to_a_merged_model(call: Call, tmp_path: Path
 def test_a_folder_that_is_no_adapter_is_told_at_once(call: Call, tmp_path: Path) -> None:
     missing = call("lora", "add", "x", tmp_path / "nowhere", "--base", "builtin")
     assert missing.code == Exit.FAILED
-    assert "is no folder" in missing.err
+    assert "is not a folder" in missing.err
     folder = write_adapter(tmp_path / "a", plain_tensors(), r=10**6)
     assert "allowed are 1 to 256" in call("lora", "add", "x", folder, "--base", "builtin").err
     unnamed = call("lora", "add", "x", write_adapter(tmp_path / "b", plain_tensors()))

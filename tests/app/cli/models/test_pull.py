@@ -41,6 +41,6 @@ def test_a_daemon_that_has_no_time_to_answer_does_not_end_the_view(
 
 def test_a_daemon_that_is_gone_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pull, "find_running", lambda _paths: None)
-    gone = CliError("the daemon does not run", exit=Exit.UNREACHABLE)
-    with pytest.raises(CliError, match="does not run"):
+    gone = CliError("the daemon is not running", exit=Exit.UNREACHABLE)
+    with pytest.raises(CliError, match="is not running"):
         pull._follow(busy_program([gone]), ROW, as_json=False)

@@ -226,10 +226,10 @@ PIECE = message((1, b"a")) + b"\x15" + struct.pack("<f", -1.0)
     ("name", "content", "why"),
     [
         ("tokenizer.model", b"", "no pieces"),
-        ("tokenizer.model", b"version https://git-lfs.github.com/spec/v1", "no SentencePiece model"),
+        ("tokenizer.model", b"version https://git-lfs.github.com/spec/v1", "not a SentencePiece model"),
         ("tokenizer.model", message((1, PIECE), (1, PIECE)), "twice"),
-        ("tokenizer.model", message((1, PIECE), (2, b"\x18\x03")), "of words"),
-        ("tokenizer.model", message((1, PIECE))[:-2], "cut off"),
+        ("tokenizer.model", message((1, PIECE), (2, b"\x18\x03")), "model type is word or char"),
+        ("tokenizer.model", message((1, PIECE))[:-2], "truncated"),
         ("tekken.json", b"{}", "config"),
         ("tekken.json", b"[]", "JSON object"),
     ],

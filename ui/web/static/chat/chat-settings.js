@@ -68,7 +68,7 @@ export class Settings {
   }
 
   async save() {
-    const name = prompt("Name of the preset. A known name is replaced.", find("preset").value)?.trim();
+    const name = prompt("Name of the preset. An existing preset of this name is replaced.", find("preset").value)?.trim();
     if (!name) return;
     const { system, parameters, schema } = this.read();
     await this.call("PUT", `${PATH}/${encodeURIComponent(name)}`, { system, parameters, schema });

@@ -147,7 +147,7 @@ function drawActions(message) {
 
 function drawChoice(message) {
   if (talk.branch().includes(message)) return [element("span", "state ready", "Chosen")];
-  return [button("Go on with this", () => show(message), `Go on with the answer of ${message.model}`)];
+  return [button("Continue with this", () => show(message), `Continue with the answer of ${message.model}`)];
 }
 
 function show(message) {
@@ -253,7 +253,7 @@ async function converse(made, asked, offered, redraw) {
     }
     const calls = seen.calls.filter(Boolean);
     if (!calls.length) return;
-    if (made.rounds.length >= MOST_ROUNDS) throw new Error(`The model called tools ${MOST_ROUNDS} times without an answer. Ask it to go on.`);
+    if (made.rounds.length >= MOST_ROUNDS) throw new Error(`The model called tools ${MOST_ROUNDS} times without an answer. Ask it to continue.`);
     for (const call of calls) {
       const target = offered.names.get(call.name);
       Object.assign(call, { id: call.id || newId(), server: target?.server.name ?? "", tool: target?.tool ?? call.name, state: "asks", result: "" });
@@ -322,7 +322,7 @@ function busy(is) {
 async function send() {
   const text = find("prompt").value.trim();
   if (stopper || !text) return;
-  if (attachments.reading) return report("A file is still being read. Send again when it is there.");
+  if (attachments.reading) return report("A file is still being read. Send again once it is attached.");
   const { texts, images } = attachments.take();
   const made = talk.add("user", [...texts, text].join("\n\n"), talk.leaf, withImages(images));
   if (talk.title.startsWith("File ")) talk.title = text.split("\n")[0].slice(0, 80);
@@ -346,7 +346,7 @@ async function save(saved = talk) {
     await store.save(saved.id, saved.asBody());
     await drawHistory();
   } catch (error) {
-    report(`The conversation is not saved: ${error.message}`);
+    report(`The conversation could not be saved: ${error.message}`);
   }
 }
 
@@ -384,7 +384,7 @@ async function rename(row) {
 }
 
 async function remove(row) {
-  if (!confirm(`Delete "${row.title}" for good?`)) return;
+  if (!confirm(`Delete "${row.title}" permanently?`)) return;
   await store.remove(row.id);
   if (row.id === talk.id) startNew();
   await drawHistory();

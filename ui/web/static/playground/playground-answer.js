@@ -23,7 +23,7 @@ export function measure(seen) {
   if (seen.first) parts.push(`first token ${Math.round(seen.first - seen.begun)} ms`);
   if (tokens > 1 && seconds > 0) parts.push(`${((tokens - 1) / seconds).toFixed(1)} tokens / s`);
   if (seen.usage) parts.push(`${seen.usage.prompt_tokens} in (${cached} cached), ${tokens} out`);
-  if (seen.reason) parts.push(`ended by ${seen.reason}`);
+  if (seen.reason) parts.push(`finish reason: ${seen.reason}`);
   if (seen.seed !== undefined) parts.push(`seed ${seen.seed}`);
   return parts;
 }

@@ -193,7 +193,7 @@ function show(panes) {
   if (kind !== "chat") for (const each of form.querySelectorAll("[data-json]")) each.setCustomValidity("");
   form.elements.prompt.required = !panes.some((pane) => pane.called.length);
   form.querySelector(".parameters").hidden = kind === "embeddings";
-  form.elements.prompt.placeholder = kind === "embeddings" ? "Texts to compare, one a line" : "Ask something";
+  form.elements.prompt.placeholder = kind === "embeddings" ? "Texts to compare, one per line" : "Ask something";
   const [path, body] = panes[0].body(form.elements.prompt.value || "Hello");
   document.getElementById("curl").textContent = asCurl(form.dataset.url, path, body);
   document.getElementById("python").textContent = asPython(form.dataset.url, path, body);
