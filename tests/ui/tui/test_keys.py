@@ -306,7 +306,7 @@ async def test_a_recording_shows_the_same_again(tmp_path, stage):
     assert replay.get("bench") == api.table["bench"]
     from llmbox.app.errors import CliError
 
-    with pytest.raises(CliError, match="changes nothing"):
+    with pytest.raises(CliError, match="cannot change anything"):
         replay.post("models/load", {})
 
 
