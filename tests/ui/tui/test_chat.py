@@ -117,7 +117,7 @@ async def test_a_refusal_is_shown_and_the_question_is_not_kept(stage):
 
 @pytest.mark.parametrize(
     ("models", "options", "words"),
-    [(table(), {}, "No model is loaded"), (TWO, {"read_only": True}, "nothing is sent")],
+    [(table(), {}, "No model is loaded"), (TWO, {"read_only": True}, "nothing was sent")],
 )
 async def test_what_cannot_be_asked(stage, models, options, words):
     async with stage((100, 30), **options) as scene:

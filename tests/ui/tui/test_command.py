@@ -110,7 +110,7 @@ def test_bad_flags(box: Box, terminal, tmp_path):
     key = tmp_path / "key"
     key.write_text("short")
     for arguments, words in (
-        (["--replay", str(empty)], "no recording"),
+        (["--replay", str(empty)], "not a recording"),
         (["--record", str(tmp_path)], "cannot be written"),
         (["--remote", "ftp://x", "--key-file", str(key)], "is not a URL"),
         (["--remote", "http://127.0.0.1:1", "--key-file", str(key)], "holds no key"),

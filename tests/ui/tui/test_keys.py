@@ -285,7 +285,7 @@ def test_a_file_that_is_no_recording(tmp_path, content):
 
     path = tmp_path / "r"
     path.write_text(content)
-    with pytest.raises(CliError, match="no recording"):
+    with pytest.raises(CliError, match="not a recording"):
         Replay(path)
     with pytest.raises(CliError, match="cannot be read"):
         Replay(tmp_path)
@@ -306,7 +306,7 @@ async def test_a_recording_shows_the_same_again(tmp_path, stage):
     assert replay.get("bench") == api.table["bench"]
     from llmbox.app.errors import CliError
 
-    with pytest.raises(CliError, match="changes nothing"):
+    with pytest.raises(CliError, match="cannot change anything"):
         replay.post("models/load", {})
 
 
