@@ -383,7 +383,7 @@ def test_wrong_admin_requests_get_named_errors(box: Box):
     client = box.client
     wrong = (
         ({"model": "org/absent"}, 404, "not on this disk"),
-        ({"model": "../x/y/z"}, 404, "no directory"),
+        ({"model": "../x/y/z"}, 404, "does not exist"),
         ({"model": str(box.folder / "models" / "tiny"), "options": {"ctx": -1}}, 400, "between 16"),
         ({"model": str(box.folder / "models" / "tiny"), "options": {"ctxx": 1}}, 400, "model.ctx"),
         ({"model": str(box.folder / "models" / "tiny"), "alias": "a b"}, 400, "cannot be a model's name"),

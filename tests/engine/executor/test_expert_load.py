@@ -94,7 +94,7 @@ def test_a_damaged_file_counts_as_none(tmp_path, found):
 def test_a_folder_that_cannot_be_written_to_costs_the_counts_alone(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     LoadHistory(tmp_path / "file" / "experts.json").save([[1]])
-    assert "is not kept" in caplog.text
+    assert "is not saved" in caplog.text
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def test_ranks_that_cannot_meet_say_why(model, children, monkeypatch):
     monkeypatch.setattr(distributed_c10d, "_group_count", distributed_c10d._group_count)
     monkeypatch.setenv("LLMBOX_RANKS", "gloo")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
-    with pytest.raises(DeviceError, match=r"rank 0 cannot meet .* over gloo: .*none0"):
+    with pytest.raises(DeviceError, match=r"rank 0 cannot connect to the other ranks over gloo: .*none0"):
         load(model, tp=2)
     assert not children()
 
