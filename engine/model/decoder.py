@@ -114,10 +114,8 @@ class Decoder:
         self.dtype = source.dtype
         self.ops = ops = source.ops if adapters is None else adapters.ops
         self.rank = source.rank
-        layout, weights = (
-            source.rank.layout,
-            Weights(source, names=config.names, mixed_layers=mixed_layers, listener=adapters),
-        )
+        layout = source.rank.layout
+        weights = Weights(source, names=config.names, mixed_layers=mixed_layers, listener=adapters)
         self.is_first = layout.is_first
         self.is_last = layout.is_last
         self._skip_what_others_have(weights)
@@ -188,9 +186,8 @@ class Decoder:
         return None if self.norm_E is None else norm_bias(self.config, weights, "model.norm", self.norm_E)
 
     def tap(self, layers: Sequence[int]) -> None:
-        """Keep the inputs of these layers, none of them the first, in each later forward pass; one may occur
-        twice. Must come
-        before the first one, which may be recorded.
+        """Keep the inputs of these layers in each later forward pass. None is the first layer; one may occur
+        twice. Call it before the first pass, which may be recorded.
         """
         self._tapped, self._taps = tuple(layers), {layer: [] for layer in layers}
 
