@@ -43,8 +43,16 @@ class Program:
         return find_paths(self.data_dir, self.config)
 
     def settings(self, flags: "Mapping[str, Scalar] | None" = None) -> "LoadedSettings":
+        """Load the settings. Raises CliError, also if the file after `--config` does not exist."""
         from ..config.loader import load_settings
 
+        if self.config is not None and not self.paths.config_file.exists():
+            raise CliError(
+                f"{self.paths.config_file} does not exist",
+                "--config or LLMBOX_CONFIG names it",
+                "check the path, or create the file: llmbox config edit",
+                Exit.USAGE,
+            )
         return load_settings(self.paths, self.environ, flags or {})
 
     @property

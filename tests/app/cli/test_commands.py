@@ -234,6 +234,15 @@ def test_the_data_dir_may_come_from_the_environment_and_a_flag_goes_over_it(
     assert path("config", "path") == str(tmp_path / "own.toml")
 
 
+def test_a_settings_file_that_is_named_must_exist(llmbox, tmp_path):
+    file = str(tmp_path / "own.toml")
+    code, _, err = llmbox("--config", file, "config", "get", "server.port")
+    assert code == Exit.USAGE
+    assert f"{file} does not exist" in err
+    assert llmbox("--config", file, "config", "set", "server.port", "7500")[0] == 0
+    assert llmbox("--config", file, "config", "get", "server.port")[1].strip() == "7500"
+
+
 def test_the_help_of_up_begins_with_its_own_options(llmbox):
     _, out, _ = llmbox("up", "--help")
     own, _, rest = out.partition("\nNetwork:\n")
