@@ -16,7 +16,7 @@ from support.vision_models import draw_picture, make_seeing_chat_model
 ADAPTERS = ("pirate", "poet")
 SETTINGS = """
 [memory]
-budget = 0.35
+budget = 0.3
 
 [cache]
 kv_disk_gb = 1.0

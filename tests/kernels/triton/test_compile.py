@@ -50,9 +50,10 @@ def test_every_kernel_compiles_and_fits(tmp_path: Path, target: int, choice: str
         by_name[kernel["name"]].append(kernel)
     sources = "".join(path.read_text() for path in (ROOT / "kernels/triton").rglob("*.py"))
     declared = set(re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE))
-    assert declared == set(by_name)
-    if target != 90:
+    if target != 90:  # only the variants that differ there
+        assert by_name.keys() <= declared
         return
+    assert declared == set(by_name)
     for name, most in LONGEST_LOOP.items():
         assert 0 < max(kernel["loop"] for kernel in by_name[name]) <= most, name
     # Prompts and products of many rows must reach Hopper's own tensor core instructions.
