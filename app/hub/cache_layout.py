@@ -60,7 +60,7 @@ def find_adoptable(place: Path, gguf_home: Path | None = None) -> list[Adoptable
     if found:
         return found
     raise CliError(
-        f"{folder}has no model that can be served",
+        f"{folder} has no model that can be served",
         "no config.json with *.safetensors, and no GGUF file, in it or below it",
         "name a Hugging Face cache, or a folder with config.json, *.safetensors and tokenizer.json",
         Exit.NOT_FOUND,

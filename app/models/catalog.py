@@ -238,7 +238,7 @@ def directory(path: Path) -> ModelRef:
     config = folder / "config.json"
     if not config.is_file():
         raise CliError(
-            f"{folder}has no model",
+            f"{folder} has no model",
             "config.json is not a regular file" if config.exists() else "config.json is missing",
             "name a directory in Hugging Face layout: config.json, *.safetensors, tokenizer.json",
             Exit.NOT_FOUND,

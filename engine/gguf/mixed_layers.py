@@ -277,16 +277,11 @@ def nemotron_h_fields(gguf: GgufFile, config: Config) -> Config:
 
 def mamba2_fields(gguf: GgufFile, config: Config) -> Config:
     heads, values = gguf.integer("ssm.time_step_rank"), gguf.integer("ssm.inner_size")
-    return {
+    return _mamba_fields(gguf, config) | {
         "num_heads": heads,
         "head_dim": values // heads,
         "expand": values / config["hidden_size"],
-        "layer_norm_epsilon": config.pop("rms_norm_eps"),
-        "state_size": gguf.integer("ssm.state_size"),
         "n_groups": gguf.integer("ssm.group_count"),
-        "conv_kernel": gguf.integer("ssm.conv_kernel"),
-        "use_conv_bias": "blk.0.ssm_conv1d.bias" in gguf.tensors,
-        "use_bias": "blk.0.ssm_in.bias" in gguf.tensors,
     }
 
 
@@ -294,11 +289,16 @@ def mamba1_fields(gguf: GgufFile, config: Config) -> Config:
     """A file says that Falcon-Mamba norms keys, but not by which epsilon: it gets the usual one."""
     if gguf.value("ssm.dt_b_c_rms"):
         config["architectures"] = ["FalconMambaForCausalLM"]
-    return {
+    return _mamba_fields(gguf, config) | {
         "intermediate_size": gguf.integer("ssm.inner_size"),
+        "time_step_rank": gguf.integer("ssm.time_step_rank"),
+    }
+
+
+def _mamba_fields(gguf: GgufFile, config: Config) -> Config:
+    return {
         "layer_norm_epsilon": config.pop("rms_norm_eps"),
         "state_size": gguf.integer("ssm.state_size"),
-        "time_step_rank": gguf.integer("ssm.time_step_rank"),
         "conv_kernel": gguf.integer("ssm.conv_kernel"),
         "use_conv_bias": "blk.0.ssm_conv1d.bias" in gguf.tensors,
         "use_bias": "blk.0.ssm_in.bias" in gguf.tensors,

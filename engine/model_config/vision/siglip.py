@@ -22,7 +22,7 @@ from .config import (
 )
 from .qwen import feature_layer
 
-_FIRST, _SECOND = (f"multi_modal_projector.linear_{number}" for number in (1, 2))
+LINEARS: Final = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
 
 
 def siglip_names(at: str, *projector: str) -> TowerNames:
@@ -139,7 +139,7 @@ def lfm2_vl(files: VisionFiles) -> VisionConfig:
     merge = model.integer("downsample_factor", 2, most=64)
     tower = TowerConfig(
         **sizes,
-        names=siglip_names("vision_tower.", "multi_modal_projector.layer_norm", _FIRST, _SECOND),
+        names=siglip_names("vision_tower.", "multi_modal_projector.layer_norm", *LINEARS),
         channels_last=True,
         activation=activation_of(fields, "gelu_pytorch_tanh"),
         eps=fields.number("layer_norm_eps", 1e-6),

@@ -1,7 +1,6 @@
 """Families whose towers are plain vision transformers with a class embedding: InternViT, Llama 4's, CLIP."""
 
 from dataclasses import replace
-from typing import Final
 
 from ..fields import MAX_WIDTH, show
 from .config import (
@@ -24,9 +23,7 @@ from .config import (
     token_text,
 )
 from .qwen import feature_layer, pixtral
-from .siglip import siglip_names
-
-LINEARS: Final = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
+from .siglip import LINEARS, siglip_names
 
 
 def internvl(files: VisionFiles) -> VisionConfig:
