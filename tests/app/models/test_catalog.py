@@ -102,7 +102,9 @@ def test_a_snapshot_that_links_outside_is_refused(cache: Path, environ: dict[str
 def test_directories_are_named_by_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "mine"
     folder.mkdir()
-    assert exit_of(str(folder), {})[0] == Exit.NOT_FOUND
+    code, text = exit_of(str(folder), {})
+    assert code == Exit.NOT_FOUND
+    assert f"{folder} has no model" in text
     (folder / "config.json").write_text("{}")
     assert resolve(str(folder), {}).name == "mine"
     monkeypatch.chdir(tmp_path)
