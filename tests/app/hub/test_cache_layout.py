@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.hub.cache_layout import Repo, repositories
+from llmbox.app.hub.cache_layout import Repo, find_adoptable, repositories
 from llmbox.app.hub.remove import disk_use, find_removable, remove
 from llmbox.app.models.registry import NameLookup, Registry
 
@@ -89,3 +89,10 @@ def test_giving_up_a_download_keeps_what_others_use(repo: Repo):
     repo.blob("5" * 64).write_bytes(bytes(7))
     assert repo.drop(["1" * 64, "4" * 64, "5" * 64]) == 12
     assert repo.usage().size == 1110
+
+
+def test_a_folder_without_models_is_named_with_the_reason(tmp_path: Path):
+    with pytest.raises(CliError) as refused:
+        find_adoptable(tmp_path)
+    assert refused.value.exit == Exit.NOT_FOUND
+    assert f"{tmp_path} has no model that can be served" in str(refused.value)
