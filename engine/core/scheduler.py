@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..config import SchedulerConfig
 from ..ipc.messages import RequestOutput
-from .executor_interface import ONE_STAGE, MicroBatcher, PipelineDepth, ceil_div
 from .images import ImageScheduler
 from .kv_cache.block_pool import BlockPool
 from .kv_cache.handover import DECODE_PROMPT_TOKENS
@@ -27,11 +26,15 @@ from .request_queue import ALL_BANDS, NO_BAND, Flow, Flows, WaitingQueue, is_pre
 from .speculation.draft_scheduler import DraftScheduler
 from .speculation.proposer import Proposer
 from .step import (
+    ONE_STAGE,
+    MicroBatcher,
+    PipelineDepth,
     SampledToken,
     ScheduledRequest,
     StepPlan,
     StepResult,
     add_up,
+    ceil_div,
     finish_reason,
     make_failure_output,
     make_pooling_output,
