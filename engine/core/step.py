@@ -240,6 +240,10 @@ class PipelineDepth:
     """Tokens of a request that may be unknown when its next one is scheduled: 0 if the host must know all of
     them, 1 if a sampled token stays on the device."""
 
+    def share(self, total: int) -> int:
+        """Return the largest share of tokens or requests that are divided over the stages' steps."""
+        return ceil_div(total, self.stages)
+
 
 ONE_STAGE = PipelineDepth()
 
