@@ -30,8 +30,6 @@ class AdapterSlots:
         self._sizes: dict[str, int] = {}
         self.loads: list[tuple[int, str]] = []
         """(slot, folder) to load before the next step, in order; an empty folder empties the slot."""
-        self.swaps = 0
-        """Number of adapters loaded since the engine started."""
         self.digests: list[str] = []
         """Digests of the adapters in memory, a new list after each change."""
 
@@ -95,7 +93,6 @@ class AdapterSlots:
             self._drop(name)
         resident = self._residents[folder] = _Resident(self._free.pop(), need)
         self.loads.append((resident.slot, folder))
-        self.swaps += 1
         self._list()
         return resident
 

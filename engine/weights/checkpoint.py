@@ -48,7 +48,7 @@ from ..checkpoint.tensor_io import (
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ModelError
 from .quantized import read_quantized, select_rows
-from .source import WeightObserver, WeightRequest, pack, placed_for
+from .source import PackingSource, WeightObserver, WeightRequest, pack
 from .stored import StoredReader
 
 LAYERS = ("model.layers.", "mtp.layers.")
@@ -58,7 +58,7 @@ TOLD_EVERY = 1 << 20
 """Bytes between two reports of progress, where a tensor is read in many small runs."""
 
 
-class Checkpoint:
+class Checkpoint(PackingSource):
     """`WeightSource` over a checkpoint's safetensors files.
 
     `progress` gets bytes read so far and bytes in total. Methods raise ModelError for missing or bad tensors.
@@ -79,10 +79,7 @@ class Checkpoint:
         """`rename`: turns names of the files' tensors into those that the model asks for. `entries`: tensors
         by these names, if others than those of the language model are wanted.
         """
-        self.ops = ops
-        self.rank = rank
-        self.dtype = dtype
-        self.device = device
+        super().__init__(ops, dtype, device, keeper, rank)
         self._directory = directory
         self._entries = list_tensors(directory) if entries is None else entries
         if rename is not None:
@@ -93,15 +90,11 @@ class Checkpoint:
             self._entries = split_experts(self._form, self._entries)
             self._reader = StoredReader(self._form, self)
         self._progress = progress
-        self._keeper = keeper
         self._done = self._told = 0
         self._total = sum(entry.nbytes for entry in self._entries.values())
 
     def vector(self, name: str, size: int) -> Tensor:
-        vector = self.take(name, (size,))
-        if self._keeper is not None:
-            self._keeper.vector(name, vector)
-        return vector
+        return self._kept(name, self.take(name, (size,)))
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
         target, entry = torch.empty(shape, dtype=torch.float32, device=self.device), self.entry(name)
@@ -109,24 +102,14 @@ class Checkpoint:
         if entry.shape == (1, *shape) or (entry.shape, shape) == ((), (1,)):
             entry = replace(entry, shape=shape)
         self.fill(entry, target, *map(ShardSlice.whole, shape))
-        if self._keeper is not None:
-            self._keeper.vector(name, target)
-        return target
+        return self._kept(name, target)
 
-    def packed(self, asked: WeightRequest) -> PackedLinear:
-        with placed_for(asked, self):
-            return self._packed(asked)
-
-    def _packed(self, asked: WeightRequest) -> PackedLinear:
+    def _packed(self, asked: WeightRequest) -> tuple[PackedLinear, Tensor | None]:
         form = self._form
         if form is None or not any(is_quantized(form, name, self._entries) for name in asked.outputs):
-            packed, bias_O = self._pack_wide(asked)
-        else:
-            refuse_partly_quantized(form, asked.outputs, self._entries)
-            packed, bias_O = self._pack_quantized(asked, form)
-        if self._keeper is not None:
-            self._keeper.packed(asked, packed, bias_O)
-        return packed
+            return self._pack_wide(asked)
+        refuse_partly_quantized(form, asked.outputs, self._entries)
+        return self._pack_quantized(asked, form)
 
     def _pack_wide(self, asked: WeightRequest) -> tuple[PackedLinear, Tensor | None]:
         """Read and pack unquantized weights. Formats of checkpoints leave them as they are."""

@@ -30,13 +30,13 @@ from ..gguf.tensors import GgufTensors, half_split_rope, read_bytes
 from ..model_config.config import ModelConfig
 from ..model_config.vision.config import VisionConfig
 from .checkpoint import Checkpoint
-from .source import WeightObserver, WeightRequest, pack, placed_for
+from .source import PackingSource, WeightObserver, WeightRequest, pack
 
 _EXPERT = re.compile(r"(.+\.experts\.\d+)\.\w+")
 _UPS = ("up_proj", "up", "w3", "gate_up_proj")
 
 
-class GgufSource:
+class GgufSource(PackingSource):
     """`WeightSource` over a GGUF file. Methods raise ModelError for missing or bad tensors."""
 
     def __init__(
@@ -50,8 +50,7 @@ class GgufSource:
         keeper: WeightObserver | None = None,
         rank: TensorParallel = SINGLE,
     ) -> None:
-        self.ops, self.rank, self.dtype = ops, rank, dtype
-        self.device, self._keeper = device, keeper
+        super().__init__(ops, dtype, device, keeper, rank)
         self._tensors = GgufTensors(read_gguf(file), config.num_heads, config.num_kv_heads, progress)
 
     def vector(self, name: str, size: int) -> Tensor:
@@ -60,29 +59,16 @@ class GgufSource:
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._kept(name, self._tensors.take(name, shape).to(self.device))
 
-    def _kept(self, name: str, vector: Tensor) -> Tensor:
-        if self._keeper is not None:
-            self._keeper.vector(name, vector)
-        return vector
-
-    def packed(self, asked: WeightRequest) -> PackedLinear:
-        with placed_for(asked, self):
-            return self._packed(asked)
-
-    def _packed(self, asked: WeightRequest) -> PackedLinear:
+    def _packed(self, asked: WeightRequest) -> tuple[PackedLinear, Tensor | None]:
         types = self._block_types(asked)
         if (wide := self._packed_wide(asked)) is not None:
-            packed, bias_O = wide, None
-        elif types is None:
-            packed, bias_O = self._packed_floats(asked)
-        else:
-            assert self.ops.packing is not None
-            bias_O = self._bias(asked)
-            parts = self._parts(asked, types)
-            packed = self.ops.packing.pack_blocks(parts, self.dtype, bias_O)
-        if self._keeper is not None:
-            self._keeper.packed(asked, packed, bias_O)
-        return packed
+            return wide, None
+        if types is None:
+            return self._packed_floats(asked)
+        assert self.ops.packing is not None
+        bias_O = self._bias(asked)
+        parts = self._parts(asked, types)
+        return self.ops.packing.pack_blocks(parts, self.dtype, bias_O), bias_O
 
     def _packed_wide(self, asked: WeightRequest) -> PackedLinear | None:
         """Return a head's linear that is multiplied as float32 and stays Q8_0 in memory; None for others, and

@@ -6,8 +6,8 @@ The model requests what it needs, in its own order; `finish` then refuses tensor
     WeightSource    origin of weights: `checkpoint.py` or `packed_cache/source.py`
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
@@ -70,26 +70,6 @@ class WeightRequest:
     def shape(self) -> tuple[int, int]:
         outputs, inputs = sum(rows.size for rows in self.outputs.values()), self.inputs.size
         return (inputs, outputs) if self.transposed else (outputs, inputs)
-
-
-class Placed(Protocol):
-    """Holder of the operations that pack weights and of the device that they are read to."""
-
-    ops: Ops
-    device: torch.device
-
-
-@contextmanager
-def placed_for(asked: WeightRequest, source: Placed) -> Iterator[None]:
-    """Have `source` read and pack a weight where its request says: on the device, or in main memory."""
-    ops, device = source.ops, source.device
-    if asked.on_host:
-        assert ops.host_experts is not None
-        source.ops, source.device = ops.host_experts, torch.device("cpu")
-    try:
-        yield
-    finally:
-        source.ops, source.device = ops, device
 
 
 class WeightSource(Protocol):
@@ -285,6 +265,45 @@ class WeightObserver(Protocol):
 
     def vector(self, name: str, vector: Tensor) -> None: ...
     def packed(self, asked: WeightRequest, packed: PackedLinear, bias_O: Tensor | None) -> None: ...
+
+
+class PackingSource(ABC):
+    """Base of each `WeightSource` that reads tensors from files and packs them."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        keeper: WeightObserver | None,
+        rank: TensorParallel,
+    ) -> None:
+        self.ops, self.rank, self.dtype, self.device = ops, rank, dtype, device
+        self._keeper = keeper
+
+    def packed(self, asked: WeightRequest) -> PackedLinear:
+        """Read and pack a weight where its request says: on the device, or in main memory."""
+        ops, device = self.ops, self.device
+        if asked.on_host:
+            assert ops.host_experts is not None
+            self.ops, self.device = ops.host_experts, torch.device("cpu")
+        try:
+            packed, bias_O = self._packed(asked)
+        finally:
+            self.ops, self.device = ops, device
+        if self._keeper is not None:
+            self._keeper.packed(asked, packed, bias_O)
+        return packed
+
+    @abstractmethod
+    def _packed(self, asked: WeightRequest) -> tuple[PackedLinear, Tensor | None]:
+        """Read and pack a weight by `ops` and `device`. Returns its bias too, in the model's dtype."""
+
+    def _kept(self, name: str, vector: Tensor) -> Tensor:
+        """Show a vector to the observer, and return it."""
+        if self._keeper is not None:
+            self._keeper.vector(name, vector)
+        return vector
 
 
 class WeightListener(Protocol):

@@ -224,7 +224,7 @@ def test_a_loaded_gpu_serves_adapters(
         held = cuda.queue.waits[:]
         assert tokens(engine, asked) == expected
         assert cuda.queue.waits[len(held) :] == [], "nothing was loaded, and nothing waits"
-        assert slots.swaps == 3
+        assert len(slots.digests) == 3, "all that were loaded are still there"
 
 
 @pytest.mark.slow
