@@ -99,7 +99,7 @@ async def prepare_chat(
     answer = find_answer_constraint(body, call.limits)
     chat = build_chat(body, call.limits)
     deadlines = Deadlines.of(call, body)
-    model = await call.find_model(body.model, deadlines.next)
+    model = await call.find_model(body.model, deadlines)
     check_generates(model)
     chat, warnings = with_effort(chat, body.reasoning_effort, model.text.chat_template)
     logprobs = Logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
