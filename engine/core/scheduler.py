@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..config import SchedulerConfig
 from ..ipc.messages import RequestOutput
-from .executor_interface import ONE_STAGE, MicroBatcher, PipelineDepth, ceil_div
 from .images import ImageScheduler
 from .kv_cache.block_pool import BlockPool
 from .kv_cache.handover import DECODE_PROMPT_TOKENS
@@ -27,6 +26,9 @@ from .request_queue import ALL_BANDS, NO_BAND, Flow, Flows, WaitingQueue, is_pre
 from .speculation.draft_scheduler import DraftScheduler
 from .speculation.proposer import Proposer
 from .step import (
+    ONE_STAGE,
+    MicroBatcher,
+    PipelineDepth,
     SampledToken,
     ScheduledRequest,
     StepPlan,
@@ -171,7 +173,7 @@ class Scheduler:
         if pipeline.ahead and not may_prefill and self.drafting.awaits_tokens(self._running.values()):
             return plan
         mixed = self.config.mixed_budget if decoding else 0
-        budget = ceil_div(mixed or self.config.token_budget, pipeline.stages)
+        budget = pipeline.share(mixed or self.config.token_budget)
         express = has_prompts and not self._was_express
         self._was_express = express and self._schedule_express(plan, budget, decoding, prompts, pipeline)
         if not self._was_express:
@@ -322,8 +324,7 @@ class Scheduler:
         outputs = []
         self.drafting.record_step(plan)
         for row in plan.rows:
-            request = row.request
-            request_id = request.request_id
+            request, request_id = row.request, row.request.request_id
             if row.admission != request.admissions:  # ended, aborted or preempted since it was scheduled
                 self.kv_cache.discard_row(row)
                 continue
@@ -365,8 +366,7 @@ class Scheduler:
 
     def _answer(self, request: Request, taken: list[SampledToken], drafts: Sequence[int]) -> RequestOutput:
         self.output_tokens += len(taken)
-        reason = finish_reason(request)
-        if reason is not None:
+        if (reason := finish_reason(request)) is not None:
             self._remove(request)
         return make_token_output(request, taken, reason, drafts)
 
@@ -391,8 +391,8 @@ class Scheduler:
             assert 0 <= request.num_computed <= request.num_scheduled
             assert request.num_computed < request.num_tokens
             assert request.has_open_drafts or request.num_remaining >= 0
-            blocks = len(request.block_table)
-            assert request.num_scheduled <= min(request.num_short, blocks * self.pool.block_size)
+            room = len(request.block_table) * self.pool.block_size
+            assert request.num_scheduled <= min(request.num_short, room)
             held.update(request.block_table)
         self.pool.check_holders(held)
         self.kv_cache.check(list(self._running.values()))
