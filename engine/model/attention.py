@@ -11,8 +11,8 @@ from torch import Tensor
 
 from llmbox.kernels.ops import AttentionPlan, KVCache, Ops, PackedLinear
 
-from ..checkpoint.safetensors import ShardSlice
 from ..model_config.config import ModelConfig
+from ..partition import ShardSlice
 from ..weights.source import Weights, norm_weight
 from .forward_context import ForwardContext
 

@@ -15,9 +15,9 @@ from llmbox.kernels.activation import UNGATED, XIELU, Activation
 from llmbox.kernels.op_types import ExpertOwners, ExpertResults, Mixture, Routing
 from llmbox.kernels.ops import Ops
 
-from ..checkpoint.safetensors import ShardSlice
 from ..model_config.config import ModelConfig
 from ..model_config.moe import ExpertsConfig
+from ..partition import ShardSlice
 from ..weights.source import Weights
 
 

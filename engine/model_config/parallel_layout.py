@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from llmbox.kernels.quant_formats import Quant
 
-from ..checkpoint.safetensors import ShardSlice
 from ..errors import ParallelError
+from ..partition import ShardSlice
 from .shape import ModelShape
 
 MAX_RANKS = 16

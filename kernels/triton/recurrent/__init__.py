@@ -6,8 +6,9 @@ from torch import Tensor
 from ...recurrent import RecurrentOps, ScanShape, ScanWeights
 from ...reference.recurrent import swap_heads
 from .chunked_scan import CHUNK, chunked_scan
+from .gates import gated_norm, mul_add, sigmoid_mul, silu_mul
 from .scan import scan
-from .short_conv import StatePlace, gated_norm, mul_add, short_conv, sigmoid_mul, silu_mul
+from .short_conv import StatePlace, short_conv
 
 
 def recurrent_ops(*, fixed: bool) -> RecurrentOps:
