@@ -29,6 +29,7 @@ class CPURecurrent:
             self.gated_norm,
             self.sigmoid_mul,
             self.silu_mul,
+            self.softplus_mul,
             self.mul_add,
             self.swap_heads,
         )
@@ -123,11 +124,15 @@ class CPURecurrent:
 
     def sigmoid_mul(self, x_TF: Tensor, gate_TF: Tensor) -> Tensor:
         """Multiply in place."""
-        return self._gate(x_TF, gate_TF, with_gate=False)
+        return self._gate(0, x_TF, gate_TF)
 
     def silu_mul(self, x_TF: Tensor, gate_TF: Tensor) -> Tensor:
         """Multiply in place."""
-        return self._gate(x_TF, gate_TF, with_gate=True)
+        return self._gate(1, x_TF, gate_TF)
+
+    def softplus_mul(self, x_TF: Tensor, gate_TF: Tensor) -> Tensor:
+        """Multiply in place."""
+        return self._gate(2, x_TF, gate_TF)
 
     def mul_add(self, x_TN: Tensor, by_N: Tensor, added_TN: Tensor | None) -> Tensor:
         assert x_TN.stride(1) == 1
@@ -159,11 +164,11 @@ class CPURecurrent:
             self._recorder.submit(op, Step(rows=rows), x_TMND, out)
         return out
 
-    def _gate(self, x_TF: Tensor, gate_TF: Tensor, *, with_gate: bool) -> Tensor:
+    def _gate(self, function: int, x_TF: Tensor, gate_TF: Tensor) -> Tensor:
         assert x_TF.stride(1) == gate_TF.stride(1) == 1
-        op = self._library.llmbox_sigmoid_mul_op(
+        op = self._library.llmbox_gate_rows_op(
             DTYPES[x_TF.dtype],
-            with_gate,
+            function,
             x_TF.data_ptr(),
             x_TF.stride(0),
             gate_TF.data_ptr(),
