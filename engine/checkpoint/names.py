@@ -48,8 +48,9 @@ _SPELLED = {
     "model.norm_f.": "model.norm.",
     ".attention_layer_norm.": ".input_layernorm.",
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    ".moe.router.expert_bias": ".mlp.gate.e_score_correction_bias",
 }
-"""Parts of names in checkpoints of Nemotron-H and OLMo-hybrid, and those of other architectures."""
+"""Parts of names in checkpoints of Nemotron-H, OLMo-hybrid and Kolibri 1, and those of others."""
 _DENSE: Final = {".dense_h_to_4h.": ".up_proj.", ".dense_4h_to_h.": ".down_proj."}
 _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt_neox.embed_in.weight": {
@@ -110,7 +111,10 @@ _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
 """The same for GPT-NeoX, Falcon, the GPT-2 family (`_GPT2`), Ling and OPT, by the name of their embedding."""
 _GPT2: Final = "transformer.", "wte.weight"
 """Prefix that some checkpoints have, and the embedding of GPT-2, GPT-Neo, GPT-J and GPTBigCode."""
-_OF_OTHER_SPELLING = ("backbone.embeddings.weight", "model.embeddings.weight", ".attention_layer_norm.weight")
+_OF_OTHER_SPELLING = (
+    *("backbone.embeddings.weight", "model.embeddings.weight", ".attention_layer_norm.weight"),
+    ".moe.router.expert_bias",
+)
 
 
 def vision_name(name: str) -> str:

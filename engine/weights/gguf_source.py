@@ -17,7 +17,7 @@ from torch import Tensor
 from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.weight_packing import BlockWeight, QuantizedWeight, scale_dtype
 
-from ..checkpoint.safetensors import TensorEntry, shown
+from ..checkpoint.safetensors import ShardSlice, TensorEntry, shown
 from ..checkpoint.tensor_io import refuse_non_finite
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ParallelError
@@ -29,7 +29,6 @@ from ..gguf.reader import BLOCKS, read_gguf
 from ..gguf.tensors import GgufTensors, half_split_rope, read_bytes
 from ..model_config.config import ModelConfig
 from ..model_config.vision.config import VisionConfig
-from ..partition import ShardSlice
 from .checkpoint import Checkpoint
 from .source import WeightObserver, WeightRequest, pack, placed_for
 
