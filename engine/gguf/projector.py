@@ -386,6 +386,6 @@ def _token_id(gguf: GgufFile, projector: GgufFile, family: ProjectorFamily) -> i
     if not isinstance(words, list) or family.image_mark not in words:
         raise ModelError(
             f"{projector.path}: the vocabulary of {gguf.path.name} has no {family.image_mark}, which stands "
-            "for a picture: they do not belong to the same model"
+            "for an image: they do not belong to the same model"
         )
     return words.index(family.image_mark)

@@ -48,7 +48,7 @@ from .rope import RopeConfig
 from .shape import LayerSizes, ModelShape, sliding_shape
 from .vision.config import VisionConfig
 from .vision.families import find_vision, why_no_tower
-from .vision.shape import vision_shape
+from .vision.layout import vision_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,8 @@ from llmbox.kernels.ops import Ops, PackedLinear
 from ..checkpoint.safetensors import shown
 from ..errors import ModelError
 from ..model.encoder import attend
-from ..model_config.vision.config import TowerConfig, VisionActivation
+from ..model_config.vision.config import SLICE_PATCHES, TowerConfig, VisionActivation
 from ..model_config.vision.families import BOUNDS
-from ..model_config.vision.shape import SLICE_PATCHES
 from ..partition import ShardSlice
 from ..weights.checkpoint import Checkpoint
 from ..weights.source import WeightRequest

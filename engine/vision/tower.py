@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as torch_functional
 
 from ..device.device import move
-from ..model_config.vision.config import ImageProcessorConfig, TowerConfig
-from ..model_config.vision.shape import SLICE_PATCHES
+from ..model_config.vision.config import SLICE_PATCHES, ImageProcessorConfig, TowerConfig
 from .layers import PatchLayout, TowerLayer, TowerNorm, TowerWeights
 
 Project = Callable[[Tensor, tuple[int, int], int], Tensor]

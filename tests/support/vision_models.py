@@ -12,7 +12,7 @@ from llmbox.app.sandbox.image_worker import make_tiles
 from llmbox.engine.ipc.messages import PreparedImage
 from llmbox.engine.model_config.vision.config import ImageLayout, VisionConfig
 from llmbox.engine.model_config.vision.families import find_vision
-from llmbox.engine.model_config.vision.shape import lay_out_image
+from llmbox.engine.model_config.vision.layout import lay_out_image
 from support.tiny_models import write_json, write_tokenizer
 
 TEXT: dict[str, Any] = {

@@ -1,12 +1,8 @@
-"""Vision part of a model as data: its tower and its processor, what the engine and the API need to know, and
-the fields of files that families read it from.
-"""
+"""Vision part of a model as data: its tower, its processor, and what the engine and the API need to know."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, get_args
-
-from ..fields import MAX_LAYERS, MAX_WIDTH, Fields, show
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 PositionTable = Literal["", "whole", "buckets", "bilinear", "bicubic", "antialiased", "axes", "places"]
@@ -25,7 +21,7 @@ ResizeKind = Literal[
     "longest_edge", "tiles", "canvas", "padded_canvas", "square", "center_crop", "pixels", "glm", "lfm2",
     "gemma4",
 ]  # fmt: skip
-"""Rule for the size of an image (`shape.py`)."""
+"""Rule for the size of an image (`layout.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +66,23 @@ class TowerNames:
     projector: tuple[str, ...]
     """Norm, first and second linear of the projector, from the top; empty where there is none. A third linear
     may follow."""
+
+    @classmethod
+    def siglip(cls, at: str, *projector: str) -> "TowerNames":
+        """Return the names of SigLIP, which CLIP shares, below the prefix `at`."""
+        return cls(
+            patch=f"{at}embeddings.patch_embedding",
+            layers=f"{at}encoder.layers",
+            table=f"{at}embeddings.position_embedding.weight",
+            post_norm=f"{at}post_layernorm",
+            norm1="layer_norm1",
+            norm2="layer_norm2",
+            query="self_attn.q_proj",
+            key="self_attn.k_proj",
+            value="self_attn.v_proj",
+            output="self_attn.out_proj",
+            projector=projector,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +260,7 @@ class ImageLayout:
     """Rows and columns of embeddings, for M-RoPE."""
     tile_grid: tuple[int, int] = (0, 0)
     """Rows and columns of tiles; zeros: one tile has all of the image."""
-    pictures: int = 1
+    images: int = 1
     """Number of equal shares of the tiles, each of which is an image of its own to the engine."""
 
 
@@ -256,137 +269,44 @@ CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
 HALF: Final = (0.5, 0.5, 0.5)
 MAX_SIDE: Final = 1 << 14
 """Largest tile, edge or patch in pixels."""
-MAX_PIXELS: Final = 1 << 28
-_ACTIVATIONS: Final[dict[str, VisionActivation]] = {
-    **{name: name for name in get_args(VisionActivation)},
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "swish": "silu",
-}
+LINEARS: Final = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
+"""Names of the linears of most projectors."""
+
+
+IMAGE_ROWS: Final = 4096
+"""Rows of the largest image that memory is planned for; larger ones take more while they are encoded."""
+SLICE_PATCHES: Final = 2048
+"""Patches whose linears a tower computes at once: their inner rows bound memory."""
+USUAL_SIDE: Final = 1024
+"""Side of the image whose tokens are shown, in pixels."""
+KEPT_IMAGE_ROWS: Final = 4096
+"""Rows whose embeddings are kept."""
+
+NO_TOWER: Final = "it is a language model without a vision tower"
+"""Reason why a model of texts cannot read images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VisionFiles:
-    """Fields of a model's files that its vision part is read from."""
+class VisionShape:
+    """Sizes of a vision tower and of its embeddings."""
 
-    model: Fields
-    """config.json."""
-    tower: Fields
-    """Its `vision_config`."""
-    processor: Fields
-    """Image processor; empty where there is no file of it."""
-    tokenizer: Fields
-    """tokenizer_config.json; empty where there is none."""
-    text: Fields
-    """`text_config`, or config.json."""
-    hidden_size: int
-    """Width of the language model."""
+    params: int
+    """Parameters of tower and projector, which stay unquantized."""
+    row: int
+    """Numbers of the embeddings of one row."""
+    patch_numbers: int
+    """Numbers of a layer's activations for each row: input and result, queries, keys and values, and a copy
+    of the latter two; or what a convolution has of the row in float32."""
+    tower_rows: int
+    """Rows that the tower computes at once: of the largest tile or image, at most `IMAGE_ROWS`."""
+    slice_numbers: int
+    """Numbers of a layer's activations that do not grow with the image: norms and inner rows of a slice."""
+    whole_rows: int = 0
+    """Most rows of an image where a step computes all of one, beyond its budget if need be; 0 otherwise."""
+    usual_rows: int = 0
+    """Rows of an image of `USUAL_SIDE` x `USUAL_SIDE` pixels."""
 
-
-VisionRule = Callable[[VisionFiles], VisionConfig]
-
-
-def activation_of(fields: Fields, default: str, key: str = "hidden_act") -> VisionActivation:
-    name = fields.text(key, default)
-    if name not in _ACTIVATIONS:
-        raise fields.error(f"{key} {show(name)} is not supported; supported: {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
-
-
-def side_of(fields: Fields, key: str, default: int) -> int:
-    """Return the side of a square, which files may give as a list of two equal numbers, or an object."""
-    value = fields.raw.get(key)
-    if isinstance(value, Mapping):
-        value = [value.get("height"), value.get("width")]
-    if isinstance(value, (list, tuple)):
-        if len(set(map(str, value))) != 1:
-            raise fields.error(f"{key} {show(value)} is not supported, only squares")
-        fields = Fields({key: value[0]}, fields.where)
-    return fields.integer(key, default, most=MAX_SIDE)
-
-
-def sizes_of(
-    fields: Fields,
-    *,
-    width: int,
-    inner: int,
-    layers: int,
-    heads: int = 16,
-    patch: int = 14,
-    keys: tuple[str, str, str] = ("hidden_size", "num_hidden_layers", "num_attention_heads"),
-) -> dict[str, Any]:
-    """Return the sizes that all towers have, from `keys` and their defaults in transformers."""
-    hidden = fields.integer(keys[0], width, most=MAX_WIDTH)
-    count = fields.integer(keys[1], layers, most=MAX_LAYERS)
-    num_heads = fields.integer(keys[2], heads, most=MAX_WIDTH)
-    head_dim = hidden // num_heads
-    if head_dim * num_heads != hidden:
-        raise fields.error(f"{keys[0]} {hidden} is not a multiple of {keys[2]} {num_heads}")
-    if fields.integer("num_channels", 3) != 3 or fields.integer("in_channels", 3) != 3:
-        raise fields.error("images without 3 color channels are not supported")
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": fields.integer("intermediate_size", inner, most=16 * MAX_WIDTH),
-        "num_layers": count,
-        "stored_layers": count,
-        "num_heads": num_heads,
-        "head_dim": head_dim,
-        "patch_size": side_of(fields, "patch_size", patch),
-    }
-
-
-def rope_theta(fields: Fields, default: float = 10000.0) -> float:
-    rope = Fields(fields.mapping("rope_parameters") or {}, fields.where)
-    theta = rope.number("rope_theta", fields.number("rope_theta", default))
-    if rope.text("rope_type", "axial") not in {"axial", "default"} or not 1.0 < theta <= 1e15:
-        raise fields.error(f"rope_parameters {show(dict(rope.raw))} are not supported for images")
-    return theta
-
-
-def pixels_of(
-    files: VisionFiles, mean: tuple[float, ...], std: tuple[float, ...], resample: int
-) -> dict[str, Any]:
-    """Return normalization and filter of the image processor. Raises ModelError."""
-    fields = files.processor
-    for key in ("do_resize", "do_rescale"):
-        if not fields.flag(key, default=True):
-            raise fields.error(f"{key} false is not supported")
-    normalizes = fields.flag("do_normalize", default=True)
-    mean = fields.numbers("image_mean") or mean if normalizes else (0.0, 0.0, 0.0)
-    std = fields.numbers("image_std") or std if normalizes else (1.0, 1.0, 1.0)
-    scale = fields.number("rescale_factor", 1 / 255)
-    if len(mean) != 3 or len(std) != 3 or not all(each > 0 for each in std) or not 0 < scale <= 1:
-        raise fields.error("image_mean and image_std must have 3 numbers each, std above 0")
-    number = fields.raw.get("resample")
-    if number is not None and (not isinstance(number, int) or number not in range(6)):
-        raise fields.error(f"resample must be the number of a filter of Pillow, 0 to 5, not {show(number)}")
-    return {
-        "mean": mean,
-        "std": std,
-        "rescale": scale,
-        "resample": resample if number is None else number,
-    }
-
-
-def size_of(fields: Fields, key: str, names: tuple[str, ...], default: int, most: int) -> int:
-    """Return a number of the object `key`, under one of its names."""
-    size = Fields(fields.mapping(key) or {}, f"{fields.where}: {key}")
-    for name in names:
-        if size.raw.get(name) is not None:
-            return size.integer(name, most=most)
-    return default
-
-
-def token_text(files: VisionFiles, key: str, default: str) -> str:
-    """Return the text of a special token from tokenizer_config.json."""
-    value = files.tokenizer.raw.get(key)
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) and value else default
-
-
-def token_id(files: VisionFiles, default: int, *keys: str) -> int:
-    for key in keys:
-        if files.model.raw.get(key) is not None:
-            return files.model.integer(key)
-    return default
+    def share(self, ranks: int) -> "VisionShape":
+        """Return what each of the ranks in one memory counts of the tower, which the first of them has."""
+        numbers = ("params", "row", "patch_numbers", "slice_numbers")
+        return replace(self, **{name: -(-getattr(self, name) // ranks) for name in numbers})

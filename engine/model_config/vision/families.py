@@ -13,11 +13,12 @@ from ...checkpoint.index import list_vision_tensors, refuse_undeclared
 from ...checkpoint.safetensors import TensorEntry, shown
 from ...errors import ModelError
 from ..fields import Fields, text_fields
-from .config import TowerConfig, VisionConfig, VisionFiles, VisionRule
-from .qwen import glm4v, glm_ocr, lfm3_vl, mistral3, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
-from .shape import NO_TOWER
-from .siglip import gemma3, gemma4, gemma4_unified, idefics3, lfm2_vl
-from .vit import internvl, llama4, llava
+from .config import NO_TOWER, TowerConfig, VisionConfig
+from .fields import VisionFields, VisionFiles, VisionRule
+from .gemma import gemma3, gemma4, gemma4_unified
+from .llava import llava, mistral3
+from .merged_patches import glm4v, glm_ocr, lfm3_vl, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from .tiles import idefics3, internvl, lfm2_vl, llama4
 
 VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "mistral3": mistral3,
@@ -90,43 +91,41 @@ def describe_vision(rule: VisionRule, model: Fields, rules: Mapping[str, Any], w
     """Return the vision part of a model by the content of its files: config.json, and `rules` of its image
     processor. Raises ModelError.
     """
-    text = text_fields(model)
-    files = VisionFiles(
-        model=model,
-        tower=Fields(model.mapping("vision_config") or {}, where),
-        processor=Fields(rules, where),
-        tokenizer=Fields({}, where),
-        text=text,
-        hidden_size=text.integer("hidden_size"),
-    )
-    vision = rule(files)
+    empty = Fields({}, where)
+    vision = rule(_files_of(model, where, VisionFields(rules, where), empty))
     return replace(vision, tensors=list_tower_tensors(vision.tower, vision.hidden_size))
 
 
-def _read_files(directory: Path, model: Fields) -> VisionFiles:
+def _files_of(model: Fields, tower: str, processor: VisionFields, tokenizer: Fields) -> VisionFiles:
+    """`tower`: name of `vision_config` in errors."""
     text = text_fields(model)
     return VisionFiles(
-        model=model,
-        tower=Fields(model.mapping("vision_config") or {}, f"{model.where}: vision_config"),
-        processor=_processor(directory),
-        tokenizer=_read(directory, "tokenizer_config.json"),
+        model=VisionFields(model.raw, model.where),
+        tower=VisionFields(model.mapping("vision_config") or {}, tower),
+        processor=processor,
+        tokenizer=tokenizer,
         text=text,
         hidden_size=text.integer("hidden_size"),
     )
 
 
-def _processor(directory: Path) -> Fields:
+def _read_files(directory: Path, model: Fields) -> VisionFiles:
+    tokenizer = _read(directory, "tokenizer_config.json")
+    return _files_of(model, f"{model.where}: vision_config", _processor(directory), tokenizer)
+
+
+def _processor(directory: Path) -> VisionFields:
     nested = _read(directory, "processor_config.json")
     own = nested.mapping(_NESTED)
     if own is not None:
-        return Fields(own, f"{nested.where}: {_NESTED}")
+        return VisionFields(own, f"{nested.where}: {_NESTED}")
     return _read(directory, "preprocessor_config.json")
 
 
-def _read(directory: Path, name: str) -> Fields:
+def _read(directory: Path, name: str) -> VisionFields:
     """Return the fields of a file; none where it does not exist. Raises ModelError."""
     file = directory / name
-    return Fields(read_json(file) if file.exists() else {}, str(file))
+    return VisionFields(read_json(file) if file.exists() else {}, str(file))
 
 
 Tensors = Iterator[tuple[str, tuple[int, ...]]]

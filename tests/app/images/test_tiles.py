@@ -9,7 +9,7 @@ import pytest
 
 from llmbox.app.sandbox.image_worker import make_tiles
 from llmbox.engine.model_config.vision.config import VisionConfig
-from llmbox.engine.model_config.vision.shape import ImageSizeError, lay_out_image
+from llmbox.engine.model_config.vision.layout import ImageSizeError, lay_out_image
 from support.tiny_models import write_json
 from support.vision_models import TEXT, draw_picture, read_vision
 

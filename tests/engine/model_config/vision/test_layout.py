@@ -9,7 +9,7 @@ import pytest
 
 from llmbox.engine.model_config.vision.config import VisionConfig
 from llmbox.engine.model_config.vision.families import VISION_FAMILIES, find_vision
-from llmbox.engine.model_config.vision.shape import ImageSizeError, lay_out_image
+from llmbox.engine.model_config.vision.layout import ImageSizeError, lay_out_image
 from support.tiny_models import write_json
 from support.vision_models import MODELS, TEXT, read_vision
 
@@ -64,7 +64,7 @@ def test_texts_around_image_tokens(tmp_path: Path) -> None:
         layout = lay_out_image(scanning, *size)
         stub = SimpleNamespace(full_image_sequence=gemma)
         assert layout.text == Gemma3Processor.replace_image_token(stub, {"num_crops": [count]}, 0)
-        assert (layout.num_rows, len(layout.tiles), layout.pictures) == (9 * (count + 1), *[count + 1] * 2)
+        assert (layout.num_rows, len(layout.tiles), layout.images) == (9 * (count + 1), *[count + 1] * 2)
         assert lay_out_image(scanning, *size, low_detail=True).text == gemma
     intern = read(tmp_path, "internvl")
     for size, tiles in (((90, 60), 7), ((100, 90), 5), ((47, 47), 1), ((9, 900), 7)):

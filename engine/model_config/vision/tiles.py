@@ -1,34 +1,114 @@
-"""Families whose towers are plain vision transformers with a class embedding: InternViT, Llama 4's, CLIP."""
-
-from dataclasses import replace
+"""Families that cut large images into tiles: Idefics3, InternVL, Llama 4, LFM2-VL."""
 
 from ..fields import MAX_WIDTH, show
 from .config import (
     CLIP_MEAN,
     CLIP_STD,
     HALF,
+    LINEARS,
     MAX_SIDE,
     ImageProcessorConfig,
     TowerConfig,
     TowerNames,
     VisionConfig,
-    VisionFiles,
-    activation_of,
-    pixels_of,
-    rope_theta,
-    side_of,
-    size_of,
-    sizes_of,
-    token_id,
-    token_text,
 )
-from .qwen import feature_layer, pixtral
-from .siglip import LINEARS, siglip_names
+from .fields import VisionFiles
+
+
+def idefics3(files: VisionFiles) -> VisionConfig:
+    fields, model = files.tower, files.model
+    sizes = fields.sizes(width=1152, inner=3072, layers=12, patch=32)
+    side = fields.side("image_size", 224) // sizes["patch_size"]
+    merge = model.integer("scale_factor", 2, most=64)
+    tower = TowerConfig(
+        **sizes,
+        names=TowerNames.siglip("vision_model.", "", "connector.modality_projection.proj", ""),
+        activation=fields.activation("gelu_pytorch_tanh"),
+        eps=fields.number("layer_norm_eps", 1e-6),
+        table="buckets",
+        table_rows=side * side,
+        merge=merge,
+        projector="pixel_shuffle",
+    )
+    rules, unit = files.processor, tower.patch_size * merge
+    tile = rules.size("max_image_size", ("longest_edge",), 364, MAX_SIDE)
+    if not tile // tower.patch_size or tile // tower.patch_size % merge:
+        raise rules.error(f"max_image_size {tile} has no whole squares of {merge} x {merge} patches")
+    processor = ImageProcessorConfig(
+        kind="tiles",
+        unit=unit,
+        longest=rules.size("size", ("longest_edge",), 4 * 364, MAX_SIDE),
+        tile=tile,
+        splits=rules.flag("do_image_splitting", default=True),
+        **files.pixels(HALF, HALF, 1),
+    )
+    return VisionConfig(
+        family="SmolVLM, Idefics3",
+        image_token_id=files.image_token(128257, "image_token_id"),
+        placeholder="<image>",
+        image_text="<image>",
+        start="<fake_token_around_image>",
+        hidden_size=files.hidden_size,
+        tower=tower,
+        processor=processor,
+    )
+
+
+def lfm2_vl(files: VisionFiles) -> VisionConfig:
+    fields, model, rules = files.tower, files.model, files.processor
+    sizes = fields.sizes(width=768, inner=3072, layers=12, heads=12, patch=16)
+    merge = model.integer("downsample_factor", 2, most=64)
+    tower = TowerConfig(
+        **sizes,
+        names=TowerNames.siglip("vision_tower.", "multi_modal_projector.layer_norm", *LINEARS),
+        channels_last=True,
+        activation=fields.activation("gelu_pytorch_tanh"),
+        eps=fields.number("layer_norm_eps", 1e-6),
+        table="antialiased",
+        table_rows=fields.integer("num_patches", 256, most=MAX_WIDTH),
+        merge=merge,
+        projector="pixel_shuffle_mlp",
+        projector_size=model.integer("projector_hidden_size", 2560, most=MAX_WIDTH),
+        projector_bias=model.flag("projector_bias", default=True),
+        projector_norm=model.flag("projector_use_layernorm", default=True),
+        projector_eps=1e-5,
+        projector_activation=model.activation("gelu", "projector_hidden_act"),
+    )
+    if files.feature_layer(tower.num_layers) != tower.num_layers:
+        raise model.error("vision_feature_layer is not supported, only the last layer")
+    unit = tower.patch_size * merge
+    tile = rules.integer("tile_size", 512, most=MAX_SIDE)
+    if tile % unit or rules.integer("encoder_patch_size", tower.patch_size) != tower.patch_size:
+        raise rules.error(f"tile_size {tile} or encoder_patch_size is not of patches of {tower.patch_size}")
+    counts = rules.integer("min_tiles", 2, most=64), rules.integer("max_tiles", 10, most=64)
+    processor = ImageProcessorConfig(
+        kind="lfm2",
+        unit=unit,
+        tile=tile,
+        splits=rules.flag("do_image_splitting", default=True) and counts != (1, 1),
+        least=rules.integer("min_image_tokens", 64, most=1 << 16) * unit**2,
+        most=rules.integer("max_image_tokens", 256, most=1 << 16) * unit**2,
+        tile_counts=counts,
+        thumbnail=rules.flag("use_thumbnail", default=True),
+        tolerance=rules.number("max_pixels_tolerance", 2.0),
+        **files.pixels(HALF, HALF, 2),
+    )
+    return VisionConfig(
+        family="LFM2-VL",
+        image_token_id=files.image_token(396, "image_token_id", "image_token_index"),
+        placeholder="<image>",
+        image_text="<image>",
+        start="<|image_start|>",
+        end="<|image_end|>",
+        hidden_size=files.hidden_size,
+        tower=tower,
+        processor=processor,
+    )
 
 
 def internvl(files: VisionFiles) -> VisionConfig:
     fields, model, rules = files.tower, files.model, files.processor
-    sizes = sizes_of(fields, width=1024, inner=4096, layers=24)
+    sizes = fields.sizes(width=1024, inner=4096, layers=24)
     patch, merge = sizes["patch_size"], round(1 / model.number("downsample_ratio", 0.5))
     norm = fields.text("norm_type", "layer_norm")
     if norm not in {"layer_norm", "rms_norm"}:
@@ -40,12 +120,12 @@ def internvl(files: VisionFiles) -> VisionConfig:
     ):
         if (value := source.raw.get(key, usual)) != usual:
             raise source.error(f"{key} {show(value)} is not supported, only {usual}")
-    layers, wide_norms = feature_layer(files, sizes["num_layers"]), fields.flag("use_qk_norm", default=False)
+    layers, wide_norms = files.feature_layer(sizes["num_layers"]), fields.flag("use_qk_norm", default=False)
     eps = fields.number("layer_norm_eps", 1e-6)
     if wide_norms and eps != 1e-6:
         raise fields.error(f"layer_norm_eps {eps} is not supported with use_qk_norm, only 1e-6")
-    picture = side_of(fields, "image_size", 448)
-    tile = side_of(rules, "size", picture)
+    image_side = fields.side("image_size", 448)
+    tile = rules.side("size", image_side)
     if not tile // patch or tile // patch % merge:
         raise rules.error(f"size {tile} has no whole squares of {merge} x {merge} patches of {patch} pixels")
     tower = TowerConfig(
@@ -67,20 +147,20 @@ def internvl(files: VisionFiles) -> VisionConfig:
             key_norm="attention.k_norm" if wide_norms else "",
             projector=("multi_modal_projector.layer_norm", *LINEARS),
         ),
-        activation=activation_of(fields, "gelu"),
+        activation=fields.activation("gelu"),
         eps=eps,
         is_rms=norm == "rms_norm",
         attention_bias=fields.flag("attention_bias", default=False),
         output_bias=True,
         wide_norms=wide_norms,
         table="bicubic",
-        table_rows=(picture // patch) ** 2,
+        table_rows=(image_side // patch) ** 2,
         merge=merge,
         projector="pixel_shuffle_mlp",
         projector_size=files.hidden_size,
         projector_bias=True,
         projector_eps=1e-5,
-        projector_activation=activation_of(model, "gelu", "projector_hidden_act"),
+        projector_activation=model.activation("gelu", "projector_hidden_act"),
     )
     most = rules.integer("max_patches", 12, most=64)
     processor = ImageProcessorConfig(
@@ -89,16 +169,16 @@ def internvl(files: VisionFiles) -> VisionConfig:
         tile=tile,
         splits=most > 1,  # its processor asks for tiles whatever `crop_to_patches` of the file says
         tile_counts=(rules.integer("min_patches", 1, most=most), most),
-        **pixels_of(files, CLIP_MEAN, CLIP_STD, 3),
+        **files.pixels(CLIP_MEAN, CLIP_STD, 3),
     )
-    image = token_text(files, "context_image_token", "<IMG_CONTEXT>")
+    image = files.token_text("context_image_token", "<IMG_CONTEXT>")
     return VisionConfig(
         family="InternVL",
-        image_token_id=token_id(files, 151667, "image_token_id"),
+        image_token_id=files.image_token(151667, "image_token_id"),
         placeholder=image,
         image_text=image,
-        start=token_text(files, "start_image_token", "<img>"),
-        end=token_text(files, "end_image_token", "</img>"),
+        start=files.token_text("start_image_token", "<img>"),
+        end=files.token_text("end_image_token", "</img>"),
         hidden_size=files.hidden_size,
         tower=tower,
         processor=processor,
@@ -107,7 +187,7 @@ def internvl(files: VisionFiles) -> VisionConfig:
 
 def llama4(files: VisionFiles) -> VisionConfig:
     fields, rules = files.tower, files.processor
-    sizes = sizes_of(fields, width=768, inner=5632, layers=34)
+    sizes = fields.sizes(width=768, inner=5632, layers=34)
     patch, merge = sizes["patch_size"], round(1 / fields.number("pixel_shuffle_ratio", 0.5))
     merged, width = (
         sizes["hidden_size"] * merge**2,
@@ -124,10 +204,10 @@ def llama4(files: VisionFiles) -> VisionConfig:
         raise fields.error(f"heads of {sizes['head_dim']} numbers are no multiple of 4")
     if rules.flag("resize_to_max_canvas", default=False):
         raise rules.error("resize_to_max_canvas true is not supported")
-    picture = side_of(fields, "image_size", 448)
-    if side_of(rules, "size", picture) != picture or picture // patch % merge:
+    image_side = fields.side("image_size", 448)
+    if rules.side("size", image_side) != image_side or image_side // patch % merge:
         raise rules.error(
-            f"size must be that of the tower, {picture}, and of squares of {merge} x {merge} patches"
+            f"size must be that of the tower, {image_side}, and of squares of {merge} x {merge} patches"
         )
     at = "vision_model."
     tower = TowerConfig(
@@ -151,10 +231,10 @@ def llama4(files: VisionFiles) -> VisionConfig:
         eps=1e-5,
         patch_bias=False,
         table="whole",
-        table_rows=(picture // patch) ** 2,
+        table_rows=(image_side // patch) ** 2,
         class_is_last=True,
         rope="pairs",
-        rope_theta=rope_theta(fields),
+        rope_theta=fields.rope_theta(),
         merge=merge,
         projector="llama4",
         projector_size=width,
@@ -163,14 +243,14 @@ def llama4(files: VisionFiles) -> VisionConfig:
     processor = ImageProcessorConfig(
         kind="padded_canvas",
         unit=patch * merge,
-        tile=picture,
+        tile=image_side,
         splits=most > 1,
         tile_counts=(1, most),
-        **pixels_of(files, HALF, HALF, 2),
+        **files.pixels(HALF, HALF, 2),
     )
     return VisionConfig(
         family="Llama 4",
-        image_token_id=token_id(files, 200092, "image_token_id", "image_token_index"),
+        image_token_id=files.image_token(200092, "image_token_id", "image_token_index"),
         placeholder="<|image|>",
         image_text="<|patch|>",
         start="<|image_start|>",
@@ -178,80 +258,4 @@ def llama4(files: VisionFiles) -> VisionConfig:
         hidden_size=files.hidden_size,
         tower=tower,
         processor=processor,
-    )
-
-
-def llava(files: VisionFiles) -> VisionConfig:
-    """Read LLaVA with a tower of CLIP or SigLIP, each of whose patches is an embedding, or Pixtral 12B."""
-    fields, model = files.tower, files.model
-    kind = fields.text("model_type", "clip_vision_model")
-    known = {"pixtral": "full", "clip_vision_model": "default", "siglip_vision_model": "full"}
-    if kind not in known:
-        raise fields.error(f"a tower of {show(kind)} is not supported in LLaVA, only of {', '.join(known)}")
-    if (strategy := model.text("vision_feature_select_strategy", "default")) != known[kind]:
-        raise model.error(
-            f"vision_feature_select_strategy {show(strategy)} is not supported for a tower of {kind}, only "
-            f"{known[kind]}"
-        )
-    if kind == "pixtral":
-        return pixtral(files)
-    is_clip = kind == "clip_vision_model"
-    patch = 32 if is_clip else 16
-    sizes = sizes_of(fields, width=768, inner=3072, layers=12, heads=12, patch=patch)
-    layers = feature_layer(files, sizes["num_layers"], -2)
-    picture = side_of(fields, "image_size", 224)
-    names = replace(siglip_names("vision_tower.", "", *LINEARS), post_norm="")
-    if is_clip:
-        at = "vision_tower."
-        names = replace(
-            names, class_embedding=f"{at}embeddings.class_embedding", pre_norm=f"{at}pre_layrnorm"
-        )
-    tower = TowerConfig(
-        **sizes | {"num_layers": layers},
-        names=names,
-        activation=activation_of(fields, "quick_gelu" if is_clip else "gelu_pytorch_tanh"),
-        eps=fields.number("layer_norm_eps", 1e-5 if is_clip else 1e-6),
-        patch_bias=not is_clip,
-        table="whole",
-        table_rows=(picture // sizes["patch_size"]) ** 2,
-        projector="llava",
-        projector_norm=False,
-        projector_size=files.hidden_size,
-        projector_bias=model.flag("multimodal_projector_bias", default=True),
-        projector_activation=activation_of(model, "gelu", "projector_hidden_act"),
-    )
-    image = token_text(files, "image_token", "<image>")
-    return VisionConfig(
-        family="LLaVA",
-        image_token_id=token_id(files, 32000, "image_token_index", "image_token_id"),
-        placeholder=image,
-        image_text=image,
-        hidden_size=files.hidden_size,
-        tower=tower,
-        processor=_llava_processor(files, tower, picture, is_clip=is_clip),
-    )
-
-
-def _llava_processor(
-    files: VisionFiles, tower: TowerConfig, picture: int, *, is_clip: bool
-) -> ImageProcessorConfig:
-    rules = files.processor
-    if rules.flag("do_pad", default=False):
-        raise rules.error("do_pad true is not supported")
-    is_siglip = "siglip" in rules.text("image_processor_type", "clip" if is_clip else "siglip").lower()
-    crops = rules.flag("do_center_crop", default=not is_siglip)
-    edge = size_of(rules, "size", ("shortest_edge", "height"), picture, MAX_SIDE)
-    if {edge, size_of(rules, "size", ("width",), edge, MAX_SIDE)} != {picture} or (
-        crops and side_of(rules, "crop_size", picture) != picture
-    ):
-        raise rules.error(f"size and crop_size must be that of the tower, {picture}")
-    keeps_ratio = (rules.mapping("size") or {}).get("height") is None and not is_siglip
-    if keeps_ratio and not crops:
-        raise rules.error("do_center_crop false with shortest_edge is not supported")
-    mean, std = (HALF, HALF) if is_siglip else (CLIP_MEAN, CLIP_STD)
-    return ImageProcessorConfig(
-        kind="center_crop" if keeps_ratio else "square",
-        unit=tower.patch_size,
-        tile=picture,
-        **pixels_of(files, mean, std, 3),
     )

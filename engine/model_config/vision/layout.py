@@ -1,5 +1,4 @@
-"""Sizes of images, what an image processor makes of one of W x H pixels: its tiles, rows and text; and the
-sizes of a vision tower for the memory plan.
+"""Layout of images: what an image processor makes of one of W x H pixels, its tiles, rows and text.
 
 The rules of images are those of the processors in transformers, so that a model sees what it was
 trained with.
@@ -7,17 +6,24 @@ trained with.
 
 import math
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Final
 
-from .config import ImageLayout, ImageProcessorConfig, VisionConfig
+from .config import (
+    IMAGE_ROWS,
+    SLICE_PATCHES,
+    USUAL_SIDE,
+    ImageLayout,
+    ImageProcessorConfig,
+    VisionConfig,
+    VisionShape,
+)
 
-LARGEST_EDGE = 4096
+LARGEST_EDGE: Final = 4096
 """Longest edge of Idefics3's first resize."""
-MOST_RATIO = 200
+MOST_RATIO: Final = 200
 """Ratio of the edges from which on Qwen's and GLM's processors refuse an image."""
-
-
-LOW_DETAIL = 512
+LOW_DETAIL: Final = 512
 """Edge of an image with `"detail": "low"`, in pixels, where its processor does not fix one."""
 
 
@@ -109,7 +115,7 @@ def _crops_layout(
         text=f"Here is the original image {text} and here are some crops to help you see better {each}",
         grid=grid,
         tile_grid=crops,
-        pictures=count + 1,
+        images=count + 1,
     )
 
 
@@ -240,8 +246,8 @@ def lfm2_tiles(processor: ImageProcessorConfig, width: int, height: int) -> tupl
 
 
 def closest_tiles(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
-    """Return rows and columns of the canvas of tiles whose ratio is closest to the picture's. Of equally
-    close ones that with more tiles is taken, unless it has more than twice the picture's pixels.
+    """Return rows and columns of the canvas of tiles whose ratio is closest to the image's. Of equally
+    close ones that with more tiles is taken, unless it has more than twice the image's pixels.
     """
     least, most = processor.tile_counts
     sides = range(1, most + 1)
@@ -257,7 +263,7 @@ def closest_tiles(processor: ImageProcessorConfig, width: int, height: int) -> t
 
 
 def _canvas_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
-    """Return equal tiles and, after several, the whole picture in the size of one (InternVL)."""
+    """Return equal tiles and, after several, the whole image in the size of one (InternVL)."""
     processor, tower = vision.processor, vision.tower
     rows, columns = closest_tiles(processor, width, height) if processor.splits else (1, 1)
     count = 1 if rows * columns == 1 else rows * columns + 1
@@ -297,7 +303,7 @@ def _lfm2_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
 
 
 def padded_canvas(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
-    """Return rows and columns of Llama 4's canvas: the one that enlarges a picture least, or else shrinks it
+    """Return rows and columns of Llama 4's canvas: the one that enlarges an image least, or else shrinks it
     least; the smallest of several. Scales are compared in float32, as by its processor.
     """
     tile, most = processor.tile, processor.tile_counts[1] if processor.splits else 1
@@ -331,45 +337,6 @@ def _padded_canvas_layout(vision: VisionConfig, width: int, height: int) -> Imag
     )
 
 
-PICTURE_ROWS = 4096
-"""Rows of the largest image that memory is planned for; larger ones take more while they are encoded."""
-SLICE_PATCHES = 2048
-"""Patches whose linears a tower computes at once: their inner rows bound memory."""
-USUAL_SIDE = 1024
-"""Side of the image whose tokens are shown, in pixels."""
-KEPT_PICTURE_ROWS = 4096
-"""Rows whose embeddings are kept."""
-
-NO_TOWER = "it is a language model without a vision tower"
-"""Reason why a model of texts cannot read images."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VisionShape:
-    """Sizes of a vision tower and of its embeddings."""
-
-    params: int
-    """Parameters of tower and projector, which stay unquantized."""
-    row: int
-    """Numbers of the embeddings of one row."""
-    patch_numbers: int
-    """Numbers of a layer's activations for each row: input and result, queries, keys and values, and a copy
-    of the latter two; or what a convolution has of the row in float32."""
-    tower_rows: int
-    """Rows that the tower computes at once: of the largest tile or picture, at most `PICTURE_ROWS`."""
-    slice_numbers: int
-    """Numbers of a layer's activations that do not grow with the image: norms and inner rows of a slice."""
-    whole_rows: int = 0
-    """Most rows of an image where a step computes all of one, beyond its budget if need be; 0 otherwise."""
-    usual_rows: int = 0
-    """Rows of an image of `USUAL_SIDE` x `USUAL_SIDE` pixels."""
-
-    def share(self, ranks: int) -> "VisionShape":
-        """Return what each of the ranks in one memory counts of the tower, which the first of them has."""
-        numbers = ("params", "row", "patch_numbers", "slice_numbers")
-        return replace(self, **{name: -(-getattr(self, name) // ranks) for name in numbers})
-
-
 def vision_shape(vision: VisionConfig) -> VisionShape:
     tower, rules = vision.tower, vision.processor
     usual = lay_out_image(vision, USUAL_SIDE, USUAL_SIDE).num_rows
@@ -378,7 +345,7 @@ def vision_shape(vision: VisionConfig) -> VisionShape:
         params=vision.num_params,
         row=vision.hidden_size * (1 + vision.deepstack_levels),
         patch_numbers=tower.merge**2 * (14 if tower.conv_layers else 7) * tower.hidden_size,
-        tower_rows=min(PICTURE_ROWS, max(limits) or PICTURE_ROWS),
+        tower_rows=min(IMAGE_ROWS, max(limits) or IMAGE_ROWS),
         slice_numbers=SLICE_PATCHES * (2 * tower.hidden_size + 3 * tower.intermediate_size),
         whole_rows=max(usual, rules.most // rules.unit**2) if vision.is_bidirectional else 0,
         usual_rows=usual,
