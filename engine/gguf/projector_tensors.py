@@ -54,6 +54,8 @@ def check_projector_tensors(projector: GgufFile, vision: VisionConfig) -> dict[s
                     "that a newer llama.cpp has converted"
                 )
             wanted, shape = tensor.part_shape, entry.shape
+            while len(shape) > len(wanted) and shape[0] == 1:  # of a table for one image
+                shape = shape[1:]
             if len(shape) > len(wanted):
                 shape = (shape[0], prod(shape[1:])) if len(wanted) == 2 else (prod(shape),)
             if shape != wanted:
@@ -102,9 +104,10 @@ def _layout(tower: TowerConfig, linear: str, kind: str) -> ProjectorLayout:
 def _tower_names(projector: GgufFile, tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     names = tower.names
     yield names.patch, ("v.patch_embd",)
+    yield names.class_embedding, ("v.class_embd",)
     yield names.table, ("v.position_embd.weight",)
     yield names.patch_norm, ("v.patch_norm.1",)
-    yield names.embedded_norm, ("v.patch_norm.2",)
+    yield names.embedded_norm, ("v.norm_embd" if tower.projector == "glm" else "v.patch_norm.2",)
     yield names.pre_norm, ("v.patch_norm.3" if names.patch_norm else "v.pre_ln",)
     yield names.post_norm, ("v.post_ln",)
     up, down = "ffn_up", "ffn_down"
@@ -126,6 +129,7 @@ def _tower_names(projector: GgufFile, tower: TowerConfig) -> Iterator[tuple[str,
         names.up: up,
         names.down: down,
     }
+    factors = ((names.attention_scale, "ls1"), (names.mlp_scale, "ls2"))
     for layer in range(tower.num_layers):
         at, there = f"{names.layers}.{layer}.", f"v.blk.{layer}."
         for ours, theirs in of_layer.items():
@@ -133,6 +137,8 @@ def _tower_names(projector: GgufFile, tower: TowerConfig) -> Iterator[tuple[str,
                 yield at + ours, (there + theirs,)
                 if ours.endswith(".linear"):  # which clips: its bounds are named by the module around it
                     yield at + ours.removesuffix(".linear"), (there + theirs,)
+        for ours, theirs in factors:
+            yield at + ours, (f"{there}{theirs}.weight",)
         if names.stacked:
             stacked: tuple[str, ...] = (f"{there}attn_qkv",)
             if f"{there}attn_qkv.weight" not in projector.tensors:
@@ -141,7 +147,7 @@ def _tower_names(projector: GgufFile, tower: TowerConfig) -> Iterator[tuple[str,
 
 
 def _projector_names(tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
-    norm, first, second = tower.names.projector
+    norm, first, second = tower.names.projector[:3]
     match tower.projector:
         case "merger":
             theirs = ("v.post_ln", "mm.0", "mm.2")
@@ -160,8 +166,17 @@ def _projector_names(tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]
             theirs = ("", "mm.model.fc", "")
         case "llava":
             theirs = ("", "mm.1", "mm.2")
+        case "pixel_shuffle_mlp" if tower.names.class_embedding:  # InternVL
+            theirs = ("mm.model.mlp.0", "mm.model.mlp.1", "mm.model.mlp.3")
         case "pixel_shuffle_mlp":
             theirs = ("mm.input_norm", "mm.1", "mm.2")
+        case "llama4":
+            theirs = ("", "mm.model.mlp.1", "mm.model.mlp.2")
+            yield tower.names.projector[3], ("mm.model.fc",)
+        case "glm":
+            theirs = ("mm.post_norm", "mm.model.fc", "mm.patch_merger")
+            for part in ("gate", "up", "down"):
+                yield f"visual.merger.{part}_proj", (f"mm.{part}",)
         case _:
             yield "multi_modal_projector.patch_merger.merging_layer", ("mm.patch_merger",)
             theirs = ("mm.input_norm", "mm.1", "mm.2")
