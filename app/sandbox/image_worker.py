@@ -168,9 +168,11 @@ def make_tiles(image: Image.Image, vision: VisionConfig, layout: ImageLayout) ->
         whole = _resize(_resize(image, first, rules.resample), second, rules.resample)
         if not rules.splits:
             return [whole]
-        return [*_cut(whole, layout, rules.tile), _resize(whole, sizes[-1], rules.resample)]
+        return [*_cut(whole, layout, rules.tile, rules.tile), _resize(whole, sizes[-1], rules.resample)]
     if rules.kind == "padded_canvas":
         return _padded_tiles(image, vision, layout)
+    if rules.kind == "slices":
+        return _slices(image, rules, layout)
     if rules.kind == "center_crop":
         return [_center_crop(image, rules)]
     if layout.tile_grid == (0, 0):
@@ -179,7 +181,7 @@ def make_tiles(image: Image.Image, vision: VisionConfig, layout: ImageLayout) ->
     if rules.kind == "square":
         return [_resize(each, sizes[0], rules.resample) for each in (image, *_crops(image, rows, columns))]
     whole = _resize(image, (rows * rules.tile, columns * rules.tile), rules.resample)
-    tiles = _cut(whole, layout, rules.tile)
+    tiles = _cut(whole, layout, rules.tile, rules.tile)
     thumbnail = len(sizes) > rows * columns
     return [*tiles, _resize(image, sizes[-1], rules.resample)] if thumbnail else tiles
 
@@ -193,7 +195,7 @@ def _padded_tiles(image: Image.Image, vision: VisionConfig, layout: ImageLayout)
     canvas.paste(_resize(image, size, rules.resample))
     if not rules.splits:
         return [canvas]
-    return [*_cut(canvas, layout, rules.tile), _resize(image, layout.tiles[-1], rules.resample)]
+    return [*_cut(canvas, layout, rules.tile, rules.tile), _resize(image, layout.tiles[-1], rules.resample)]
 
 
 def _padded_size(image: Image.Image, tall: int, wide: int, tile: int) -> tuple[int, int]:
@@ -210,6 +212,16 @@ def _padded_size(image: Image.Image, tall: int, wide: int, tile: int) -> tuple[i
     return high, max(1, min(math.floor(of_height(width * down)), broad))
 
 
+def _slices(image: Image.Image, rules: ImageProcessorConfig, layout: ImageLayout) -> list[Image.Image]:
+    """Return the whole image, and its slices from a larger one (MiniCPM-V)."""
+    (whole, *slices), (rows, columns) = layout.tiles, layout.tile_grid
+    tiles = [_resize(image, whole, rules.resample)]
+    if slices:
+        tall, wide = slices[0]
+        tiles += _cut(_resize(image, (rows * tall, columns * wide), rules.resample), layout, tall, wide)
+    return tiles
+
+
 def _center_crop(image: Image.Image, rules: ImageProcessorConfig) -> Image.Image:
     """Resize the shorter edge to the side of a tile, and cut the tile from the middle."""
     side, shorter = rules.tile, min(image.size)
@@ -224,10 +236,10 @@ def _resize(image: Image.Image, size: tuple[int, int], resample: int) -> Image.I
     return image.resize((size[1], size[0]), Image.Resampling(resample))
 
 
-def _cut(image: Image.Image, layout: ImageLayout, side: int) -> list[Image.Image]:
+def _cut(image: Image.Image, layout: ImageLayout, tall: int, wide: int) -> list[Image.Image]:
     rows, columns = layout.tile_grid
     return [
-        image.crop((column * side, row * side, (column + 1) * side, (row + 1) * side))
+        image.crop((column * wide, row * tall, (column + 1) * wide, (row + 1) * tall))
         for row in range(rows)
         for column in range(columns)
     ]

@@ -306,6 +306,11 @@ PROJECTOR_FAMILIES: Final = {
         image_mark="[IMG]",
         describe=_pixtral,
     ),
+    "lightonocr": ProjectorFamily(
+        types={"qwen3": ("LightOnOcrForConditionalGeneration", "lighton_ocr", "qwen3")},
+        image_mark="<|image_pad|>",
+        describe=_pixtral,
+    ),
     "internvl": ProjectorFamily(
         types=dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "llama", "gpt-oss"), _INTERNVL),
         image_mark="<IMG_CONTEXT>",

@@ -116,7 +116,8 @@ def _tower_names(projector: GgufFile, tower: TowerConfig) -> Iterator[tuple[str,
         up, down = down, up  # converters before 2025 named them the other way around
     of_layer = {
         names.norm1: "ln1",
-        names.norm2: "ln2",
+        # A converter of 2026 gives Llama 4's norm the name that Gemma 4 has for another one.
+        names.norm2: "ln2" if "v.blk.0.ln2.weight" in projector.tensors else "attn_post_norm",
         names.after_attention: "attn_post_norm",
         names.after_mlp: "ffn_post_norm",
         names.query_norm: "attn_q_norm",

@@ -31,6 +31,7 @@ SEEING: dict[str, tuple[str, str, str]] = {
     "llama4": ("llama4", "llama4", "<|patch|>"),
     "mistral3": ("llama", "pixtral", "[IMG]"),
     "llava": ("llama", "pixtral", "[IMG]"),
+    "lighton_ocr": ("qwen3", "lightonocr", "<|image_pad|>"),
     "idefics3": ("llama", "idefics3", "<image>"),
     "lfm2_vl": ("lfm2", "lfm2", "<image>"),
 }
@@ -43,6 +44,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"window_size": 36, "fullatt_block_indexes": [1]},
     "mistral3": {"hidden_act": "silu"},
     "llava": {"hidden_act": "silu"},
+    "lighton_ocr": {"hidden_act": "silu"},
 }
 
 
@@ -154,7 +156,9 @@ def write_mmproj(
     writer.add_vision_feed_forward_length(tower.get("intermediate_size", tower["hidden_size"]))
     writer.add_vision_block_count(layers)
     writer.add_vision_head_count(heads)
-    writer.add_vision_attention_layernorm_eps(1e-5 if kind in {"mistral3", "llava", "glm4v"} else 1e-6)
+    writer.add_vision_attention_layernorm_eps(
+        1e-5 if kind in {"mistral3", "llava", "lighton_ocr", "glm4v"} else 1e-6
+    )
     writer.add_vision_image_mean(rules["image_mean"])
     writer.add_vision_image_std(rules["image_std"])
     _add_rules(writer, kind, config, rules)
@@ -217,9 +221,9 @@ def _add_rules(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any], rules
         case "lfm2_vl":
             writer.add_vision_use_gelu(True)
             writer.add_vision_projector_scale_factor(config["downsample_factor"])
-        case "mistral3" | "llava":
+        case "mistral3" | "llava" | "lighton_ocr":
             writer.add_vision_use_silu(True)
-            if kind == "mistral3":
+            if kind != "llava":
                 writer.add_vision_spatial_merge_size(config["spatial_merge_size"])
 
 
@@ -257,7 +261,10 @@ def _tensors(
             name = name.replace("vision_model.vision_model.", "vision_model.")
             if name.endswith("patch_embedding.weight"):
                 array = colors_first(array)  # noqa: PLW2901
-        if kind in {"mistral3", "llava"} and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if kind == "lighton_ocr":
+            name = name.replace("vision_encoder.", "vision_tower.")
+            name = name.replace("vision_projection.", "multi_modal_projector.")
+        if kind in {"mistral3", "llava", "lighton_ocr"} and name.endswith(("q_proj.weight", "k_proj.weight")):
             array = side_by_side(array, heads)  # noqa: PLW2901
         if name == "visual.patch_embed.proj.weight":
             yield "v.patch_embd.weight", array[:, :, 0]

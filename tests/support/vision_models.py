@@ -331,6 +331,34 @@ MODELS["llama4"] = (
     },
     {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 48, "width": 48}, "max_patches": 6},
 )
+MODELS["exaone4_5"] = (
+    "Exaone4_5_ForConditionalGeneration",
+    {
+        "text_config": TEXT | {"model_type": "exaone4", "sliding_window": 24},
+        "vision_config": QWEN | {"window_size": 36, "fullatt_block_indexes": [1], "num_key_value_heads": 2},
+        "image_token_id": 10,
+    },
+    MODELS["qwen2_5_vl"][2],
+)
+MODELS["lighton_ocr"] = (
+    "LightOnOcrForConditionalGeneration",
+    {
+        "text_config": TEXT | {"model_type": "qwen3"},
+        "vision_config": PIXTRAL | {"model_type": "pixtral"},
+        "image_token_id": 10,
+    },
+    MODELS["mistral3"][2],
+)
+MODELS["minicpmv4_6"] = (
+    "MiniCPMV4_6ForConditionalGeneration",
+    {
+        "text_config": TEXT | DELTA | {"model_type": "qwen3_5_text", "rope_parameters": MROPE},
+        "vision_config": SIGLIP | {"num_hidden_layers": 3},
+        "insert_layer_id": 1,
+        "image_token_id": 10,
+    },
+    {"image_processor_type": "MiniCPMV4_6ImageProcessor", "patch_size": 8, "scale_resolution": 64},
+)
 MODELS["llava_clip"] = (
     "LlavaForConditionalGeneration",
     {
@@ -418,6 +446,7 @@ def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image
         options = {"crop_to_patches": True} if vision.processor.kind == "canvas" else {}
         inputs = AutoImageProcessor.from_pretrained(directory)(images=nested, return_tensors="pt", **options)
         counts = {"rows", "cols", "num_crops", "num_soft_tokens_per_image", "num_patches"}
+        counts |= {"grids", "num_patches_per_image"}
         return {key: value for key, value in inputs.items() if key not in counts}
     side, tiles, shapes = vision.tower.patch_size, [], []
     for picture in pictures:

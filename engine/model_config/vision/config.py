@@ -5,21 +5,24 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
-PositionTable = Literal["", "whole", "buckets", "bilinear", "bicubic", "antialiased", "axes", "places"]
+PositionTable = Literal[
+    "", "whole", "buckets", "bilinear", "bicubic", "antialiased", "axes", "places", "nearest"
+]
 """Learned positions of patches: none; a row for each patch; a square of rows, of which each patch takes the
 one at its fraction of the image, or a bilinear or bicubic mean, or one with antialiasing; or a row for its
-column and one for its row, from two tables, stored one after the other or side by side."""
+column and one for its row, from two tables, stored one after the other or side by side. The last is as the
+third, with fractions that are divided, not multiplied by an inverse."""
 VisionRope = Literal["", "axial", "alternating", "pairs"]
 """RoPE of rows and columns: none; the first half of the frequencies for rows; every other one; those of
 neighboring numbers, the first half for columns, counted from 1 as the class embedding has position 0.
 """
 ProjectorKind = Literal[
     "mistral3", "llava", "pixel_shuffle", "pixel_shuffle_mlp", "llama4", "gemma3", "merger", "lfm3_vl", "glm",
-    "gemma4", "gemma4_unified",
+    "gemma4", "gemma4_unified", "minicpmv",
 ]  # fmt: skip
 ResizeKind = Literal[
     "longest_edge", "tiles", "canvas", "padded_canvas", "square", "center_crop", "pixels", "glm", "lfm2",
-    "gemma4",
+    "gemma4", "slices",
 ]  # fmt: skip
 """Rule for the size of an image (`layout.py`)."""
 
@@ -61,6 +64,8 @@ class TowerNames:
     gate: str = ""
     up: str = "mlp.fc1"
     down: str = "mlp.fc2"
+    window_merger: str = ""
+    """Module of the merger between layers, where there is one."""
     conv: str = ""
     """Module of a layer with `in_proj`, `spatial_conv` and `out_proj` in place of attention."""
     projector: tuple[str, ...]
@@ -134,6 +139,10 @@ class TowerConfig:
     """Side of the square of patches that it reads, an odd number."""
     merge: int = 1
     """Side of a square of patches that becomes one embedding."""
+    window_layer: int = -1
+    """Layer after which the patches of small windows attend to each other and become one (MiniCPM-V)."""
+    window_merge: int = 1
+    """Side of such a window."""
     projector: ProjectorKind
     projector_size: int = 0
     """Width between the linears of the projector."""
@@ -151,7 +160,12 @@ class TowerConfig:
     @property
     def by_merge(self) -> bool:
         """True if patches that are merged stand next to each other."""
-        return self.projector in {"merger", "lfm3_vl", "glm"}
+        return self.projector in {"merger", "lfm3_vl", "glm", "minicpmv"}
+
+    @property
+    def patches_per_row(self) -> int:
+        """Patches of an embedding."""
+        return (self.merge * self.window_merge) ** 2
 
     @property
     def has_output_bias(self) -> bool:
@@ -212,6 +226,10 @@ class VisionConfig:
     end: str = ""
     """Texts before the image tokens of an image, between its lines and after it, where the chat template
     does not write them."""
+    tile_marks: tuple[str, ...] = ()
+    """Texts before and after the image tokens of a tile, where they are not those of the image."""
+    number_marks: tuple[str, ...] = ()
+    """Texts around the number of an image, which stands before it; empty: images have no numbers."""
     hidden_size: int
     """Width of an embedding, that of the language model."""
     pad_id: int = 0

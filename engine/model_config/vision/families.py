@@ -16,9 +16,9 @@ from ..fields import Fields, text_fields
 from .config import NO_TOWER, TowerConfig, VisionConfig
 from .fields import VisionFields, VisionFiles, VisionRule
 from .gemma import gemma3, gemma4, gemma4_unified
-from .llava import llava, mistral3
-from .merged_patches import glm4v, glm_ocr, lfm3_vl, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
-from .tiles import idefics3, internvl, lfm2_vl, llama4
+from .llava import lighton_ocr, llava, mistral3
+from .merged_patches import exaone4_5, glm4v, glm_ocr, lfm3_vl, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from .tiles import idefics3, internvl, lfm2_vl, llama4, minicpmv
 
 VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "mistral3": mistral3,
@@ -42,6 +42,9 @@ VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "glm46v": glm4v,
     "internvl": internvl,
     "llama4": llama4,
+    "minicpmv4_6": minicpmv,
+    "exaone4_5": exaone4_5,
+    "lighton_ocr": lighton_ocr,
 }
 _NESTED: Final = "image_processor"
 """Key of processor_config.json with what preprocessor_config.json has alone."""
@@ -205,8 +208,21 @@ def _tower_tensors(tower: TowerConfig) -> Tensors:
         for norm in (names.query_norm, names.key_norm):
             if norm and number not in tower.conv_layers:
                 yield f"{at}{norm}.weight", (hidden if tower.wide_norms else tower.head_dim,)
+    if names.window_merger:
+        yield from _window_merger_tensors(tower)
     if names.post_norm and tower.num_layers == tower.stored_layers:
         yield from _norm(names.post_norm, hidden, is_rms=rms)
+
+
+def _window_merger_tensors(tower: TowerConfig) -> Tensors:
+    names, hidden, at = tower.names, tower.hidden_size, f"{tower.names.window_merger}."
+    wide, inner = (size * tower.window_merge**2 for size in (hidden, tower.intermediate_size))
+    for name in (names.query, names.key, names.value, names.output):
+        yield from _linear(at + name, hidden, hidden, bias=True)
+    yield from _norm(at + names.norm1, hidden, is_rms=False)
+    yield from _norm(f"{at}pre_norm", wide, is_rms=False)
+    yield from _linear(f"{at}linear_1", inner, wide, bias=True)
+    yield from _linear(f"{at}linear_2", hidden, inner, bias=True)
 
 
 def _layer_linears(tower: TowerConfig, at: str, *, has_conv: bool) -> Tensors:
@@ -219,7 +235,8 @@ def _layer_linears(tower: TowerConfig, at: str, *, has_conv: bool) -> Tensors:
         yield from _linear(f"{module}.out_proj", hidden, hidden, bias=False)
     else:
         if names.stacked:
-            yield from _linear(at + names.stacked, 3 * hidden, hidden, bias=tower.attention_bias)
+            rows = sum(tower.head_counts) * tower.head_dim
+            yield from _linear(at + names.stacked, rows, hidden, bias=tower.attention_bias)
         else:
             attention = [names.query, names.key, names.value]
         for name, heads in zip(attention, tower.head_counts, strict=False):
@@ -271,6 +288,10 @@ def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
                 yield from _norm(f"{at}norm", merged, is_rms=False)
                 yield from _linear(f"{at}linear_fc1", merged, merged, bias=True)
                 yield from _linear(f"{at}linear_fc2", out, merged, bias=True)
+        case "minicpmv":
+            yield from _norm(norm, merged, is_rms=False)
+            yield from _linear(first, merged, merged, bias=True)
+            yield from _linear(second, out, merged, bias=True)
         case "lfm3_vl":
             yield from _norm(norm, hidden, is_rms=False)
             yield from _linear(first, inner, merged, bias=bias)

@@ -50,12 +50,19 @@ def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: 
         return _canvas_layout(vision, width, height)
     if processor.kind == "padded_canvas":
         return _padded_canvas_layout(vision, width, height)
+    if processor.kind == "slices":
+        return _slices_layout(vision, width, height)
     tall, wide = resized(processor, width, height)
     rows, columns = tall // side, wide // side
     text = vision.start + vision.line_end.join([vision.image_text * columns] * rows) + vision.end
     if (crops := crops_of(processor, width, height)) != (0, 0):
         return _crops_layout(text, (tall, wide), (rows, columns), crops)
     return ImageLayout(tiles=((tall, wide),), num_rows=rows * columns, text=text, grid=(rows, columns))
+
+
+def number_image(vision: VisionConfig, number: int) -> str:
+    """Return the text with the number of an image in its prompt, from 0; empty for most families."""
+    return str(number).join(vision.number_marks) if vision.number_marks else ""
 
 
 def with_low_detail(processor: ImageProcessorConfig) -> ImageProcessorConfig:
@@ -302,6 +309,58 @@ def _lfm2_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
     return ImageLayout(tiles=tiles, num_rows=num_rows, text=text, tile_grid=(rows, columns))
 
 
+def _slice_grid(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Return rows and columns of the slices of MiniCPM-V, whose ratio is closest to the image's; zeros where
+    it is not cut.
+    """
+    most = processor.tile_counts[1]
+    count = min(math.ceil(width * height / processor.tile**2), most)
+    if not processor.splits or count <= 1:
+        return 0, 0
+    ratio, nearest, best = math.log(width / height), math.inf, (1, 1)
+    for slices in range(count - 1, count + 2):
+        if slices == 1 or slices > most:
+            continue
+        for rows in (each for each in range(1, slices + 1) if slices % each == 0):
+            distance = abs(ratio - math.log(slices // rows / rows))
+            if distance < nearest or (distance == nearest and rows > best[0]):
+                nearest, best = distance, (rows, slices // rows)
+    return best
+
+
+def _slice_size(
+    processor: ImageProcessorConfig, width: float, height: float, *, enlarges: bool
+) -> tuple[int, int]:
+    """Return (height, width) in whole units of an image or slice that has about as many pixels as a tile."""
+    tile, unit = processor.tile, processor.unit
+    if enlarges or width * height > tile**2:
+        ratio = width / height
+        height = int(tile / math.sqrt(ratio))
+        width = int(height * ratio)
+    return max(round(height / unit) * unit, unit), max(round(width / unit) * unit, unit)
+
+
+def _slices_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
+    """Return the whole image and then, of a large one, its slices (MiniCPM-V)."""
+    processor, token = vision.processor, vision.image_text
+    _refuse_ratio(width, height)
+    rows, columns = _slice_grid(processor, width, height)
+    count = rows * columns
+    tiles = [_slice_size(processor, width, height, enlarges=count == 0)]
+    if count:
+        wide, tall = (max(round(edge / n), 1) for edge, n in ((width, columns), (height, rows)))
+        tiles += [_slice_size(processor, wide, tall, enlarges=True)] * count
+    lengths = [tall * wide // processor.unit**2 for tall, wide in tiles]
+    before, after = vision.tile_marks
+    line = f"{before}{token * lengths[-1]}{after}" * columns
+    return ImageLayout(
+        tiles=tuple(tiles),
+        num_rows=sum(lengths),
+        text=f"{vision.start}{token * lengths[0]}{vision.end}" + "\n".join([line] * rows),
+        tile_grid=(rows, columns),
+    )
+
+
 def padded_canvas(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
     """Return rows and columns of Llama 4's canvas: the one that enlarges an image least, or else shrinks it
     least; the smallest of several. Scales are compared in float32, as by its processor.
@@ -344,7 +403,7 @@ def vision_shape(vision: VisionConfig) -> VisionShape:
     return VisionShape(
         params=vision.num_params,
         row=vision.hidden_size * (1 + vision.deepstack_levels),
-        patch_numbers=tower.merge**2 * (14 if tower.conv_layers else 7) * tower.hidden_size,
+        patch_numbers=tower.patches_per_row * (14 if tower.conv_layers else 7) * tower.hidden_size,
         tower_rows=min(IMAGE_ROWS, max(limits) or IMAGE_ROWS),
         slice_numbers=SLICE_PATCHES * (2 * tower.hidden_size + 3 * tower.intermediate_size),
         whole_rows=max(usual, rules.most // rules.unit**2) if vision.is_bidirectional else 0,

@@ -90,6 +90,20 @@ def pixtral(files: VisionFiles) -> VisionConfig:
     return replace(found, family="Pixtral", tower=tower)
 
 
+def lighton_ocr(files: VisionFiles) -> VisionConfig:
+    """Read LightOnOCR: Mistral 3's tower without tokens between the lines of an image."""
+    image = files.token_text("image_token", "<|image_pad|>")
+    return replace(
+        mistral3(files),
+        family="LightOnOCR",
+        image_token_id=files.image_token(151655, "image_token_id"),
+        placeholder=image,
+        image_text=image,
+        line_end="",
+        end="",
+    )
+
+
 def llava(files: VisionFiles) -> VisionConfig:
     """Read LLaVA with a tower of CLIP or SigLIP, each of whose patches is an embedding, or Pixtral 12B."""
     fields, model = files.tower, files.model

@@ -1,6 +1,7 @@
-"""Families whose projectors read squares of patches that stand next to each other: Qwen, GLM, LFM3-VL."""
+"""Families whose projectors read squares of patches that stand next to each other: Qwen, GLM and others."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from ..fields import MAX_WIDTH
@@ -88,11 +89,27 @@ def qwen2_vl(files: VisionFiles) -> VisionConfig:
 
 
 def qwen2_5_vl(files: VisionFiles) -> VisionConfig:
+    mrope = files.mrope((16, 24, 24), interleaved=False)
+    return _qwen(files, "Qwen2.5-VL", _windowed_tower(files), mrope, (151655, 56 * 56, 28 * 28 * 1280))
+
+
+def exaone4_5(files: VisionFiles) -> VisionConfig:
+    """Read EXAONE 4.5: the tower of Qwen2.5-VL, whose heads share keys and values, and no M-RoPE."""
+    tower = _windowed_tower(files)
+    kv_heads = files.tower.integer("num_key_value_heads", 8, most=tower.num_heads)
+    if tower.num_heads % kv_heads:
+        raise files.tower.error(f"{tower.num_heads} heads cannot share {kv_heads} of keys")
+    mark = files.token_text("image_token", "<|image_pad|>")
+    tower = replace(tower, kv_heads=kv_heads)
+    return _qwen(files, "EXAONE 4.5", tower, {}, (67, 56 * 56, 28 * 28 * 1280), mark)
+
+
+def _windowed_tower(files: VisionFiles) -> TowerConfig:
     fields = files.tower
     sizes = fields.sizes(width=3584, inner=3420, layers=32, keys=("hidden_size", *_DEPTH))
     merge = fields.integer("spatial_merge_size", 2, most=64)
     full = fields.numbers("fullatt_block_indexes") or (7, 15, 23, 31)
-    tower = TowerConfig(
+    return TowerConfig(
         **sizes,
         names=TowerNames(**_QWEN_NAMES, **_GATED, projector=_MERGER),
         frames=fields.integer("temporal_patch_size", 2, most=16),
@@ -106,8 +123,6 @@ def qwen2_5_vl(files: VisionFiles) -> VisionConfig:
         merge=merge,
         projector="merger",
     )
-    mrope = files.mrope((16, 24, 24), interleaved=False)
-    return _qwen(files, "Qwen2.5-VL", tower, mrope, (151655, 56 * 56, 28 * 28 * 1280))
 
 
 def qwen3_vl(files: VisionFiles) -> VisionConfig:

@@ -1,4 +1,6 @@
-"""Families that cut large images into tiles: Idefics3, InternVL, Llama 4, LFM2-VL."""
+"""Families that cut large images into tiles: Idefics3, InternVL, Llama 4, LFM2-VL, MiniCPM-V."""
+
+from dataclasses import replace
 
 from ..fields import MAX_WIDTH, show
 from .config import (
@@ -255,6 +257,75 @@ def llama4(files: VisionFiles) -> VisionConfig:
         image_text="<|patch|>",
         start="<|image_start|>",
         end="<|image_end|>",
+        hidden_size=files.hidden_size,
+        tower=tower,
+        processor=processor,
+    )
+
+
+def minicpmv(files: VisionFiles) -> VisionConfig:
+    """Read MiniCPM-V 4.6: windows of patches become one after a layer, squares of these in the projector."""
+    fields, model, rules = files.tower, files.model, files.processor
+    sizes = fields.sizes(width=768, inner=3072, layers=12, heads=12, patch=16)
+    layers, patch = sizes["num_layers"], sizes["patch_size"]
+    window, merge = fields.side("window_kernel_size", 2), model.side("merge_kernel_size", 2)
+    layer = model.integer("insert_layer_id", fields.integer("insert_layer_id", 6, most=layers))
+    for source, key, usual in (
+        (model, "downsample_mode", "16x"),
+        (model, "merger_times", 1),
+        (model, "drop_vision_last_layer", False),
+        (rules, "downsample_mode", "16x"),
+        (rules, "patch_size", patch),
+    ):
+        if (value := source.raw.get(key, usual)) != usual:
+            raise source.error(f"{key} {show(value)} is not supported, only {usual}")
+    if layer >= layers or window != 2 or merge != 2:
+        raise model.error(f"insert_layer_id {layer} must be one of {layers} layers, and squares of 2 x 2")
+    at = "vision_tower."
+    merger = tuple(f"merger.mlp.0.{name}" for name in ("pre_norm", "linear_1", "linear_2"))
+    tower = TowerConfig(
+        **sizes,
+        names=replace(TowerNames.siglip(at, *merger), window_merger=f"{at}vit_merger"),
+        activation=fields.activation("gelu_pytorch_tanh"),
+        eps=fields.number("layer_norm_eps", 1e-6),
+        table="nearest",
+        table_rows=(fields.side("image_size", 224) // patch) ** 2,
+        merge=merge,
+        window_layer=layer,
+        window_merge=window,
+        projector="minicpmv",
+        projector_bias=True,
+    )
+    tile, unit = rules.integer("scale_resolution", 448, most=MAX_SIDE), patch * merge * window
+    if tile < unit:
+        raise rules.error(f"scale_resolution {tile} is less than {unit}, the side of an embedding")
+    most = rules.integer("max_slice_nums", 9, most=64)
+    processor = ImageProcessorConfig(
+        kind="slices",
+        unit=unit,
+        tile=tile,
+        splits=rules.flag("slice_mode", default=True) and most > 1,
+        tile_counts=(1, most),
+        **files.pixels(HALF, HALF, 3),
+    )
+
+    def marks(name: str, opening: str, closing: str) -> tuple[str, str]:
+        return files.token_text(f"{name}_start_token", opening), files.token_text(
+            f"{name}_end_token", closing
+        )
+
+    start, end = marks("image", "<image>", "</image>")
+    image = files.token_text("image_token", "<|image_pad|>")
+    numbered = rules.flag("use_image_id", default=True)
+    return VisionConfig(
+        family="MiniCPM-V",
+        image_token_id=files.image_token(248056, "image_token_id"),
+        placeholder=image,
+        image_text=image,
+        start=start,
+        end=end,
+        tile_marks=marks("slice", "<slice>", "</slice>"),
+        number_marks=marks("image_id", "<image_id>", "</image_id>") if numbered else (),
         hidden_size=files.hidden_size,
         tower=tower,
         processor=processor,
