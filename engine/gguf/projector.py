@@ -1,17 +1,21 @@
-"""Projector file of a GGUF model (mmproj): its vision tower as a checkpoint's config.json describes it.
+"""Projector file of a GGUF model (mmproj): the vision tower as config.json describes it, and its tensors by a
+checkpoint's names. Torch-free.
 
-Torch-free.
+Names are those of llama.cpp's tools/mtmd/clip-impl.h; what its conversion/ changes is a `ProjectorLayout`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+from ..checkpoint.safetensors import shown
 from ..errors import ModelError
 from ..model_config.fields import Fields
-from ..model_config.vision.families import VISION_FAMILIES, describe_vision
+from ..model_config.vision.config import TowerConfig, VisionConfig
+from ..model_config.vision.families import VISION_FAMILIES, describe_vision, list_tower_tensors
 from .projector_families import ClipFields, ProjectorFamily, family_of
-from .projector_tensors import check_projector_tensors
 from .reader import GgufFile, read_gguf
 
 CLIP: Final = "clip"
@@ -97,3 +101,175 @@ def _token_id(gguf: GgufFile, projector: GgufFile, family: ProjectorFamily) -> i
             "for an image: they do not belong to the same model"
         )
     return words.index(family.image_mark)
+
+
+ProjectorLayout = Literal["", "stacked", "frames", "pairs", "adds_one", "colors_first", "axes_first"]
+"""Difference from a checkpoint's tensor: none; several tensors are the rows of one; a tensor for each frame
+of a patch; RoPE pairs of a head are interleaved; a norm is stored as 1 + w; colors of a patch come before its
+pixels; a table of positions has all columns before all rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectorTensor:
+    """Tensors of a file that make up one of the tower's."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    layout: ProjectorLayout = ""
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of each tensor in the file."""
+        if not self.shape:  # files have no scalars
+            return (1,)
+        if self.layout == "axes_first":
+            return (self.shape[1], self.shape[0], self.shape[2])
+        if self.layout == "frames":
+            return (self.shape[0], self.shape[1] // len(self.names))
+        return (self.shape[0] // len(self.names), *self.shape[1:])
+
+
+def check_projector_tensors(projector: GgufFile, vision: VisionConfig) -> dict[str, ProjectorTensor]:
+    """Return the tensors that make up each tensor of tower and projector, by its name in a checkpoint. Raises
+    ModelError for one that is missing or of another shape.
+    """
+    found = dict(_list_tensors(projector, vision))
+    for tensor in found.values():
+        for name in tensor.names:
+            entry = projector.tensors.get(name)
+            if entry is None:
+                raise ModelError(
+                    f"{projector.path}: tensor {shown(name)} is missing: fetch the file again, or take one "
+                    "that a newer llama.cpp has converted"
+                )
+            wanted, shape = tensor.part_shape, entry.shape
+            while len(shape) > len(wanted) and shape[0] == 1:  # of a table for one image
+                shape = shape[1:]
+            if len(shape) > len(wanted):
+                shape = (shape[0], prod(shape[1:])) if len(wanted) == 2 else (prod(shape),)
+            if shape != wanted:
+                raise ModelError(
+                    f"{projector.path}: tensor {shown(name)} has shape {list(entry.shape)}, its metadata ask "
+                    f"for {list(wanted)}"
+                )
+    return found
+
+
+def _list_tensors(projector: GgufFile, vision: VisionConfig) -> Iterator[tuple[str, ProjectorTensor]]:
+    tower = vision.tower
+    names = dict((*_tower_names(projector, tower), *_projector_names(tower)))
+    for stored, shape in list_tower_tensors(tower, vision.hidden_size).items():
+        # Gemma 3 has `mm_input_projection_weight`.
+        name = stored.replace("_projection_weight", "_projection.weight")
+        linear, _, kind = name.rpartition(".")
+        if name in names:  # of no module: its own name says it all
+            yield name, ProjectorTensor(names[name], shape, "axes_first" if tower.table == "places" else "")
+            continue
+        parts, layout = names[linear], _layout(tower, linear, kind)
+        if layout == "frames":
+            yield (
+                name,
+                ProjectorTensor(tuple(f"{parts[0]}.weight{number}" for number in ("", ".1")), shape, layout),
+            )
+        else:
+            yield name, ProjectorTensor(tuple(f"{part}.{kind}" for part in parts), shape, layout)
+
+
+def _layout(tower: TowerConfig, linear: str, kind: str) -> ProjectorLayout:
+    names = tower.names
+    if linear == names.patch and kind == "weight" and tower.frames == 2:
+        return "frames"
+    if linear == names.patch and kind == "weight" and tower.channels_last:
+        return "colors_first"
+    if linear == names.patch_norm:
+        return "colors_first"
+    if tower.projector in {"mistral3", "llava"} and linear.endswith((names.query, names.key)):
+        return "pairs"
+    if tower.projector == "gemma3" and linear == names.projector[0]:
+        return "adds_one"
+    return "stacked" if names.stacked and linear.endswith(names.stacked) else ""
+
+
+def _tower_names(projector: GgufFile, tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    names = tower.names
+    yield names.patch, ("v.patch_embd",)
+    yield names.class_embedding, ("v.class_embd",)
+    yield names.table, ("v.position_embd.weight",)
+    yield names.patch_norm, ("v.patch_norm.1",)
+    yield names.embedded_norm, ("v.norm_embd" if tower.projector == "glm" else "v.patch_norm.2",)
+    yield names.pre_norm, ("v.patch_norm.3" if names.patch_norm else "v.pre_ln",)
+    yield names.post_norm, ("v.post_ln",)
+    up, down = "ffn_up", "ffn_down"
+    entry = projector.tensors.get("v.blk.0.ffn_up.weight")
+    if entry is not None and entry.shape == (tower.hidden_size, tower.intermediate_size) != entry.shape[::-1]:
+        up, down = down, up  # converters before 2025 named them the other way around
+    of_layer = {
+        names.norm1: "ln1",
+        # A converter of 2026 gives Llama 4's norm the name that Gemma 4 has for another one.
+        names.norm2: "ln2" if "v.blk.0.ln2.weight" in projector.tensors else "attn_post_norm",
+        names.after_attention: "attn_post_norm",
+        names.after_mlp: "ffn_post_norm",
+        names.query_norm: "attn_q_norm",
+        names.key_norm: "attn_k_norm",
+        names.query: "attn_q",
+        names.key: "attn_k",
+        names.value: "attn_v",
+        names.output: "attn_out",
+        names.gate: "ffn_gate",
+        names.up: up,
+        names.down: down,
+    }
+    factors = ((names.attention_scale, "ls1"), (names.mlp_scale, "ls2"))
+    for layer in range(tower.num_layers):
+        at, there = f"{names.layers}.{layer}.", f"v.blk.{layer}."
+        for ours, theirs in of_layer.items():
+            if ours:
+                yield at + ours, (there + theirs,)
+                if ours.endswith(".linear"):  # which clips: its bounds are named by the module around it
+                    yield at + ours.removesuffix(".linear"), (there + theirs,)
+        for ours, theirs in factors:
+            yield at + ours, (f"{there}{theirs}.weight",)
+        if names.stacked:
+            stacked: tuple[str, ...] = (f"{there}attn_qkv",)
+            if f"{there}attn_qkv.weight" not in projector.tensors:
+                stacked = tuple(f"{there}attn_{part}" for part in "qkv")
+            yield at + names.stacked, stacked
+
+
+def _projector_names(tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    norm, first, second = tower.names.projector[:3]
+    match tower.projector:
+        case "merger":
+            theirs = ("v.post_ln", "mm.0", "mm.2")
+            for level, layer in enumerate(tower.deepstack):
+                for ours, part in (("norm", "norm"), ("linear_fc1", "fc1"), ("linear_fc2", "fc2")):
+                    yield f"visual.deepstack_merger_list.{level}.{ours}", (f"v.deepstack.{layer}.{part}",)
+        case "gemma3":
+            theirs = ("mm.soft_emb_norm", "mm.input_projection", "")
+        case "gemma4_unified":
+            theirs = ("", "mm.input_projection", "")
+        case "gemma4":
+            theirs = ("", "mm.input_projection", "")
+            for each in ("std_bias", "std_scale"):
+                yield f"vision_tower.{each}", (f"v.{each}",)
+        case "pixel_shuffle":
+            theirs = ("", "mm.model.fc", "")
+        case "llava":
+            theirs = ("", "mm.1", "mm.2")
+        case "pixel_shuffle_mlp" if tower.names.class_embedding:  # InternVL
+            theirs = ("mm.model.mlp.0", "mm.model.mlp.1", "mm.model.mlp.3")
+        case "pixel_shuffle_mlp":
+            theirs = ("mm.input_norm", "mm.1", "mm.2")
+        case "llama4":
+            theirs = ("", "mm.model.mlp.1", "mm.model.mlp.2")
+            yield tower.names.projector[3], ("mm.model.fc",)
+        case "glm":
+            theirs = ("mm.post_norm", "mm.model.fc", "mm.patch_merger")
+            for part in ("gate", "up", "down"):
+                yield f"visual.merger.{part}_proj", (f"mm.{part}",)
+        case _:
+            yield "multi_modal_projector.patch_merger.merging_layer", ("mm.patch_merger",)
+            theirs = ("mm.input_norm", "mm.1", "mm.2")
+    for ours, each in zip((norm, first, second), theirs, strict=True):
+        if ours:
+            yield ours, (each,)

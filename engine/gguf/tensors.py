@@ -358,5 +358,5 @@ def has_halved_rope(gguf: GgufFile) -> bool:
 def side_by_side_rope(rows: Tensor, heads: int, rotated: int) -> Tensor:
     """Reorder the first `rotated` rows of each head from halves to pairs that stand side by side."""
     by_head = rows.view(heads, -1, *rows.shape[1:])
-    halves = by_head[:, :rotated].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    halves = by_head[:, :rotated].reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).flatten(1, 2)
     return torch.cat([halves, by_head[:, rotated:]], 1).view(rows.shape)

@@ -134,7 +134,8 @@ def workspace_bytes(
     images = 0
     if shape.vision is not None:
         numbers = shape.vision.tower_rows * shape.vision.patch_numbers + shape.vision.slice_numbers
-        images = numbers * size + image_cache_bytes(shape, dtype)
+        images = numbers * size + shape.vision.tower_rows * shape.vision.row_bytes
+        images += image_cache_bytes(shape, dtype)
     return activations + scores + gathered + positions + logits + runtime + graphs_reserve(graphs) + images
 
 

@@ -345,6 +345,7 @@ MODELS["lighton_ocr"] = (
     {
         "text_config": TEXT | {"model_type": "qwen3"},
         "vision_config": PIXTRAL | {"model_type": "pixtral"},
+        "tie_word_embeddings": False,
         "image_token_id": 10,
     },
     MODELS["mistral3"][2],
@@ -497,6 +498,7 @@ def _unified_inputs(vision: VisionConfig, pictures: list[Image.Image]) -> dict[s
     }
 
 
+NUMBERS = ("<image_id>", "</image_id>")
 SEPARATORS = ("<|tile_x_separator|>", "<|tile_y_separator|>")
 SEEING_MARKS = {
     "qwen3_vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
@@ -504,6 +506,7 @@ SEEING_MARKS = {
     "internvl": ("<img>", "<IMG_CONTEXT>", "</img>"),
     "llama4": ("<|image_start|>", "<|patch|>", "<|image_end|>", "<|image|>", *SEPARATORS),
     "llava_clip": ("", "<image>", ""),
+    "minicpmv4_6": ("", "<|image_pad|>", "", "<image>", "</image>", "<slice>", "</slice>", *NUMBERS),
 }
 """Special tokens before, for and after the rows of a picture, and others."""
 WRITTEN = {"internvl": "<IMG_CONTEXT>\\n", "llama4": "<|image|>"}

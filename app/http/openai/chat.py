@@ -14,7 +14,6 @@ from msgspec import UNSET, UnsetType
 
 from llmbox.engine.ipc.messages import PreparedImage, TokenLogprobs
 from llmbox.engine.model_config.vision.config import NO_TOWER
-from llmbox.engine.model_config.vision.layout import number_image
 from llmbox.engine.sampling_params import ThinkingParams
 
 from ...engines.loaded_model import LoadedModel
@@ -207,7 +206,7 @@ async def encode_chat(
     vision = model.text.vision
     if not decoded or vision is None:
         return await model.text.off_loop(len(rendered.marked), rendered.ids), []
-    texts = [number_image(vision, number) + each.text for number, each in enumerate(decoded)]
+    texts = [vision.number_text(number) + each.text for number, each in enumerate(decoded)]
     rendered = rendered.with_images(vision.placeholder, texts)
     ids = await model.text.off_loop(len(rendered.marked), rendered.ids)
     return ids, await off_loop(len(ids), lambda: place_images(ids, decoded, vision))

@@ -26,6 +26,9 @@ ResizeKind = Literal[
 ]  # fmt: skip
 """Rule for the size of an image (`layout.py`)."""
 
+LOW_DETAIL: Final = 512
+"""Edge of an image with `"detail": "low"`, in pixels, where its processor does not fix one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerNames:
@@ -208,6 +211,12 @@ class ImageProcessorConfig:
     crop: int = 0
     """Least edge of the crops that follow the whole image (Gemma 3's pan and scan); 0: none follow."""
 
+    def at_low_detail(self) -> "ImageProcessorConfig":
+        """Return the rules for an image with `"detail": "low"`."""
+        most = self.most and min(self.most, max(self.least, LOW_DETAIL**2, self.unit**2))
+        longest = min(self.longest, LOW_DETAIL) if self.kind == "longest_edge" else self.longest
+        return replace(self, splits=False, most=most, longest=longest)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
@@ -246,6 +255,10 @@ class VisionConfig:
     processor: ImageProcessorConfig
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of all tensors of tower and projector, by their names without `model.`."""
+
+    def number_text(self, number: int) -> str:
+        """Return the text with the number of an image in its prompt, from 0; empty for most families."""
+        return str(number).join(self.number_marks) if self.number_marks else ""
 
     @property
     def deepstack_levels(self) -> int:
@@ -315,6 +328,8 @@ class VisionShape:
     patch_numbers: int
     """Numbers of a layer's activations for each row: input and result, queries, keys and values, and a copy
     of the latter two; or what a convolution has of the row in float32."""
+    row_bytes: int
+    """Bytes for each row that do not depend on the dtype: tables of RoPE, and two copies of its pixels."""
     tower_rows: int
     """Rows that the tower computes at once: of the largest tile or image, at most `IMAGE_ROWS`."""
     slice_numbers: int
@@ -326,5 +341,5 @@ class VisionShape:
 
     def share(self, ranks: int) -> "VisionShape":
         """Return what each of the ranks in one memory counts of the tower, which the first of them has."""
-        numbers = ("params", "row", "patch_numbers", "slice_numbers")
+        numbers = ("params", "row", "patch_numbers", "row_bytes", "slice_numbers")
         return replace(self, **{name: -(-getattr(self, name) // ranks) for name in numbers})

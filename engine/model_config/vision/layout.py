@@ -23,8 +23,6 @@ LARGEST_EDGE: Final = 4096
 """Longest edge of Idefics3's first resize."""
 MOST_RATIO: Final = 200
 """Ratio of the edges from which on Qwen's and GLM's processors refuse an image."""
-LOW_DETAIL: Final = 512
-"""Edge of an image with `"detail": "low"`, in pixels, where its processor does not fix one."""
 
 
 class ImageSizeError(ValueError):
@@ -34,11 +32,11 @@ class ImageSizeError(ValueError):
 def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: bool = False) -> ImageLayout:
     """Return tiles, rows and text of an image of this size, in pixels after its EXIF turn.
 
-    `low_detail`: without tiles, and of about `LOW_DETAIL` x `LOW_DETAIL` pixels where sizes vary. Raises
+    `low_detail`: without tiles, and of about 512 x 512 pixels where sizes vary. Raises
     ImageSizeError.
     """
     if low_detail:
-        vision = replace(vision, processor=with_low_detail(vision.processor))
+        vision = replace(vision, processor=vision.processor.at_low_detail())
     if width < 1 or height < 1:
         raise ImageSizeError(f"an image of {width} x {height} pixels has none")
     processor, side = vision.processor, vision.processor.unit
@@ -58,22 +56,6 @@ def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: 
     if (crops := crops_of(processor, width, height)) != (0, 0):
         return _crops_layout(text, (tall, wide), (rows, columns), crops)
     return ImageLayout(tiles=((tall, wide),), num_rows=rows * columns, text=text, grid=(rows, columns))
-
-
-def number_image(vision: VisionConfig, number: int) -> str:
-    """Return the text with the number of an image in its prompt, from 0; empty for most families."""
-    return str(number).join(vision.number_marks) if vision.number_marks else ""
-
-
-def with_low_detail(processor: ImageProcessorConfig) -> ImageProcessorConfig:
-    """Return the rules for an image with `"detail": "low"`."""
-    most = processor.most
-    if most:
-        most = min(most, max(processor.least, LOW_DETAIL**2, processor.unit**2))
-    longest = processor.longest
-    if processor.kind == "longest_edge":
-        longest = min(longest, LOW_DETAIL)
-    return replace(processor, splits=False, most=most, longest=longest)
 
 
 def resized(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
@@ -397,15 +379,17 @@ def _padded_canvas_layout(vision: VisionConfig, width: int, height: int) -> Imag
 
 
 def vision_shape(vision: VisionConfig) -> VisionShape:
-    tower, rules = vision.tower, vision.processor
+    tower, rules, hidden = vision.tower, vision.processor, vision.tower.hidden_size
     usual = lay_out_image(vision, USUAL_SIDE, USUAL_SIDE).num_rows
     limits = (-(-rules.tile // rules.unit)) ** 2, rules.most // rules.unit**2
     return VisionShape(
         params=vision.num_params,
         row=vision.hidden_size * (1 + vision.deepstack_levels),
-        patch_numbers=tower.patches_per_row * (14 if tower.conv_layers else 7) * tower.hidden_size,
+        patch_numbers=tower.patches_per_row * (14 if tower.conv_layers else 7) * hidden,
+        row_bytes=tower.patches_per_row
+        * ((8 * tower.head_dim if tower.rope else 0) + 6 * tower.patch_size**2),
         tower_rows=min(IMAGE_ROWS, max(limits) or IMAGE_ROWS),
-        slice_numbers=SLICE_PATCHES * (2 * tower.hidden_size + 3 * tower.intermediate_size),
+        slice_numbers=SLICE_PATCHES * max(6 * hidden, 2 * hidden + 3 * tower.intermediate_size),
         whole_rows=max(usual, rules.most // rules.unit**2) if vision.is_bidirectional else 0,
         usual_rows=usual,
     )

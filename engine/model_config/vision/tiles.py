@@ -269,7 +269,7 @@ def minicpmv(files: VisionFiles) -> VisionConfig:
     sizes = fields.sizes(width=768, inner=3072, layers=12, heads=12, patch=16)
     layers, patch = sizes["num_layers"], sizes["patch_size"]
     window, merge = fields.side("window_kernel_size", 2), model.side("merge_kernel_size", 2)
-    layer = model.integer("insert_layer_id", fields.integer("insert_layer_id", 6, most=layers))
+    layer = model.integer("insert_layer_id", 6)
     for source, key, usual in (
         (model, "downsample_mode", "16x"),
         (model, "merger_times", 1),
