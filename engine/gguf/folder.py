@@ -83,7 +83,7 @@ def describe_blocks(gguf: GgufFile) -> dict[str, Any] | None:
     weights: Counter[str] = Counter()
     groups: dict[str, list[TensorEntry]] = {"layers": [], "head": [], "table": []}
     for name, entry in gguf.tensors.items():
-        if len(entry.shape) < 2 or name.endswith("ffn_gate_inp.weight"):
+        if len(entry.shape) < 2 or name.endswith("ffn_gate_inp.weight") or name.startswith(("v.", "mm.")):
             continue
         weights[entry.dtype] += prod(entry.shape)
         groups[

@@ -5,7 +5,7 @@ Names are those of llama.cpp's tools/mtmd/clip-impl.h; what its conversion/ chan
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -15,11 +15,26 @@ from ..errors import ModelError
 from ..model_config.fields import Fields
 from ..model_config.vision.config import TowerConfig, VisionConfig
 from ..model_config.vision.families import VISION_FAMILIES, describe_vision, list_tower_tensors
+from .names import TABLE
 from .projector_families import ClipFields, ProjectorFamily, family_of
 from .reader import GgufFile, read_gguf
 
 CLIP: Final = "clip"
 """Architecture of such files."""
+_INSIDE: Final[Mapping[str, Mapping[str, str]]] = {
+    "gemma3": {
+        "v.patch_embedding": "v.patch_embd",
+        "v.position_embedding": "v.position_embd",
+        "v.post_layernorm": "v.post_ln",
+        ".layer_norm": ".ln",
+        ".attn_output": ".attn_out",
+        ".mlp.fc1": ".ffn_up",
+        ".mlp.fc2": ".ffn_down",
+        "mm.mm_": "mm.",
+    },
+}
+"""Parts of tensors' names in files of Ollama's library, which have the tower inside, and those of a projector
+file; by architecture."""
 
 
 def read_projector(path: Path) -> GgufFile:
@@ -28,13 +43,43 @@ def read_projector(path: Path) -> GgufFile:
 
 
 def check_projector(file: GgufFile) -> GgufFile:
-    """Return the file. Raises ModelError where it is no projector that is read here."""
+    """Return the file; of a model with a tower inside that tower. Raises ModelError where it is no projector
+    that is read here.
+    """
+    if has_tower(file):
+        return _tower_inside(file)
     if file.architecture != CLIP:
         raise ModelError(
             f"{file.path} is not a projector (mmproj) file: it contains a {file.architecture} model"
         )
     family_of(file)
     return file
+
+
+def has_tower(file: GgufFile) -> bool:
+    """Return whether a model's file has its vision tower inside, as those of Ollama's library."""
+    return file.architecture in _INSIDE and bool(file.value("vision.block_count"))
+
+
+def _tower_inside(file: GgufFile) -> GgufFile:
+    """Return the tower of such a file as a projector file has it."""
+    kind, names = file.architecture, _INSIDE[file.architecture]
+    at, metadata = f"{kind}.vision.", dict[str, Any]()
+    for key, value in file.metadata.items():
+        if key.startswith(at):
+            metadata[f"clip.vision.{key.removeprefix(at)}"] = value
+    metadata |= {"clip.has_vision_encoder": True, "clip.projector_type": kind, "clip.use_gelu": True}
+    metadata["clip.vision.projection_dim"] = file.value("embedding_length")
+    across = file.integer("vision.image_size") // file.integer("vision.patch_size")
+    rows = round(file.integer("mm.tokens_per_image", 256) ** 0.5)
+    metadata["clip.vision.projector.scale_factor"] = max(1, across // rows)
+    tensors = {}
+    for name, entry in file.tensors.items():
+        if name.startswith(("v.", "mm.")):
+            for theirs, usual in names.items():
+                name = name.replace(theirs, usual)  # noqa: PLW2901
+            tensors[name] = entry
+    return replace(file, metadata=metadata, tensors=tensors)
 
 
 def with_vision(
@@ -63,7 +108,7 @@ def with_vision(
     text |= {"model_type": text_type or text["model_type"]}
     if model_type.startswith(("qwen", "glm")):
         text["rope_parameters"] = text["rope_parameters"] | _sections(gguf, model_type)
-    token = _token_id(gguf, projector, family)
+    mark, token = _image_token(gguf, projector, family)
     found = {
         "architectures": [name],
         "model_type": model_type,
@@ -71,6 +116,7 @@ def with_vision(
         **keys,
         "image_token_id": token,
         "image_token_index": token,
+        "image_token": mark,
         "text_config": text,
         "vision_config": tower,
         **whole,
@@ -93,14 +139,16 @@ def _sections(gguf: GgufFile, model_type: str) -> dict[str, Any]:
     return known
 
 
-def _token_id(gguf: GgufFile, projector: GgufFile, family: ProjectorFamily) -> int:
-    words = gguf.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(words, list) or family.image_mark not in words:
-        raise ModelError(
-            f"{projector.path}: the vocabulary of {gguf.path.name} has no {family.image_mark}, which stands "
-            "for an image: they do not belong to the same model"
-        )
-    return words.index(family.image_mark)
+def _image_token(gguf: GgufFile, projector: GgufFile, family: ProjectorFamily) -> tuple[str, int]:
+    """Return text and id of the token whose rows take embeddings."""
+    words, rows = gguf.metadata.get("tokenizer.ggml.tokens"), gguf.tensors[TABLE].shape[0]
+    for mark in family.image_marks:
+        if isinstance(words, list) and mark in words[:rows]:
+            return mark, words.index(mark)
+    raise ModelError(
+        f"{projector.path}: the vocabulary of {gguf.path.name} has no {family.image_marks[0]}, which stands "
+        "for an image: they do not belong to the same model"
+    )
 
 
 ProjectorLayout = Literal["", "stacked", "frames", "pairs", "adds_one", "colors_first", "axes_first"]

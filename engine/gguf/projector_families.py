@@ -246,8 +246,8 @@ class ProjectorFamily:
 
     types: Mapping[str, ModelTypes]
     """By the architecture of the file beside it."""
-    image_mark: str
-    """Token whose rows take embeddings, by its text."""
+    image_marks: tuple[str, ...]
+    """Token whose rows take embeddings, by its text: the first of these that the model has."""
     describe: Callable[[ClipFields], Described]
 
 
@@ -258,25 +258,25 @@ _MISTRAL3: Final = ("Mistral3ForConditionalGeneration", "mistral3", "")
 PROJECTOR_FAMILIES: Final = {
     "gemma3": ProjectorFamily(
         types={"gemma3": ("Gemma3ForConditionalGeneration", "gemma3", "")},
-        image_mark="<image_soft_token>",
+        image_marks=("<image_soft_token>", "<unused0>"),
         describe=_gemma3,
     ),
     "gemma4v": ProjectorFamily(
         types={"gemma4": ("Gemma4ForConditionalGeneration", "gemma4", "")},
-        image_mark="<|image|>",
+        image_marks=("<|image|>",),
         describe=_gemma4,
     ),
     "gemma4uv": ProjectorFamily(
-        types={"gemma4": _GEMMA4_UNIFIED}, image_mark="<|image|>", describe=_gemma4_unified
+        types={"gemma4": _GEMMA4_UNIFIED}, image_marks=("<|image|>",), describe=_gemma4_unified
     ),
     "qwen2vl_merger": ProjectorFamily(
         types={"qwen2vl": ("Qwen2VLForConditionalGeneration", "qwen2_vl", "qwen2_vl_text")},
-        image_mark="<|image_pad|>",
+        image_marks=("<|image_pad|>",),
         describe=_qwen2_vl,
     ),
     "qwen2.5vl_merger": ProjectorFamily(
         types={"qwen2vl": ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "qwen2_5_vl_text")},
-        image_mark="<|image_pad|>",
+        image_marks=("<|image_pad|>",),
         describe=_qwen2_5_vl,
     ),
     "qwen3vl_merger": ProjectorFamily(
@@ -286,7 +286,7 @@ PROJECTOR_FAMILIES: Final = {
             "qwen35": ("Qwen3_5ForConditionalGeneration", "qwen3_5", ""),
             "qwen35moe": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", ""),
         },
-        image_mark="<|image_pad|>",
+        image_marks=("<|image_pad|>",),
         describe=_qwen3_vl,
     ),
     "glm4v": ProjectorFamily(
@@ -294,7 +294,7 @@ PROJECTOR_FAMILIES: Final = {
             "glm4": ("Glm4vForConditionalGeneration", "glm4v", "glm4v_text"),
             "glm4moe": ("Glm4vMoeForConditionalGeneration", "glm4v_moe", "glm4v_moe_text"),
         },
-        image_mark="<|image|>",
+        image_marks=("<|image|>",),
         describe=_glm4v,
     ),
     "pixtral": ProjectorFamily(
@@ -303,32 +303,32 @@ PROJECTOR_FAMILIES: Final = {
             "mistral3": _MISTRAL3,
             "mistral4": _MISTRAL3,
         },
-        image_mark="[IMG]",
+        image_marks=("[IMG]",),
         describe=_pixtral,
     ),
     "lightonocr": ProjectorFamily(
         types={"qwen3": ("LightOnOcrForConditionalGeneration", "lighton_ocr", "qwen3")},
-        image_mark="<|image_pad|>",
+        image_marks=("<|image_pad|>",),
         describe=_pixtral,
     ),
     "internvl": ProjectorFamily(
         types=dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "llama", "gpt-oss"), _INTERNVL),
-        image_mark="<IMG_CONTEXT>",
+        image_marks=("<IMG_CONTEXT>",),
         describe=_internvl,
     ),
     "llama4": ProjectorFamily(
         types={"llama4": ("Llama4ForConditionalGeneration", "llama4", "llama4_text")},
-        image_mark="<|patch|>",
+        image_marks=("<|patch|>",),
         describe=_llama4,
     ),
     "idefics3": ProjectorFamily(
         types={"llama": ("Idefics3ForConditionalGeneration", "idefics3", "")},
-        image_mark="<image>",
+        image_marks=("<image>",),
         describe=_idefics3,
     ),
     "lfm2": ProjectorFamily(
         types={"lfm2": ("Lfm2VlForConditionalGeneration", "lfm2_vl", "lfm2")},
-        image_mark="<image>",
+        image_marks=("<image>",),
         describe=_lfm2,
     ),
 }

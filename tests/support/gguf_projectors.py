@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from llmbox.engine.checkpoint.names import inner_name
 
 from .gguf_families import LLAMA4, write_family
-from .gguf_models import side_by_side, write_gguf
+from .gguf_models import add_tokenizer, named, side_by_side, write_all, write_gguf
 from .tiny_models import write_json, write_tokenizer
 from .vision_models import MODELS, make_vision_model
 
@@ -52,6 +52,7 @@ def make_seeing_model(directory: Path, kind: str, **changes: Any) -> Any:
     """Write a checkpoint that GGUF files can describe, with a tokenizer that has its image token as id 10."""
     values = MODELS[kind][1]
     text = values["text_config"] | {"vocab_size": 288, "query_pre_attn_scalar": 16}
+    text |= {"rope_parameters": changes.pop("rope")} if "rope" in changes else {}
     if kind.startswith("gemma4"):  # as of models without embeddings of layers
         text["use_bidirectional_attention"] = "vision"
     if kind == "llama4":  # files are always of a model with experts
@@ -327,3 +328,58 @@ def _placed(names: gguf.TensorNameMap, name: str) -> str:
     place = names.get_name(name, try_suffixes=SUFFIXES)
     assert place is not None, name
     return place
+
+
+OLLAMA = {
+    "embeddings.": "",
+    "encoder.layers": "blk",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_output",
+    "input_projection_weight": "input_projection.weight",
+    "multi_modal_projector": "mm",
+    "vision_tower": "v",
+}
+
+
+def write_ollama_gemma3(directory: Path, file: Path) -> Path:
+    """Write a Gemma 3 as Ollama's library has it: one file, with the keys and names of its own converter."""
+    config = json.loads((directory / "config.json").read_text())
+    text, tower = config["text_config"], config["vision_config"]
+    inner = write_seeing_gguf(directory, file.with_name("text.gguf"), "gemma3").parent / "model" / "text"
+    writer = gguf.GGUFWriter(file, "gemma3")
+    numbers = {
+        "block_count": text["num_hidden_layers"],
+        "context_length": text["max_position_embeddings"],
+        "embedding_length": text["hidden_size"],
+        "feed_forward_length": text["intermediate_size"],
+        "attention.head_count": text["num_attention_heads"],
+        "attention.head_count_kv": text["num_key_value_heads"],
+        "attention.key_length": text["head_dim"],
+        "attention.value_length": text["head_dim"],
+        "attention.sliding_window": text["sliding_window"],
+        "vision.block_count": tower["num_hidden_layers"],
+        "vision.embedding_length": tower["hidden_size"],
+        "vision.feed_forward_length": tower["intermediate_size"],
+        "vision.image_size": tower["image_size"],
+        "vision.patch_size": tower["patch_size"],
+        "vision.num_channels": 3,
+        "vision.attention.head_count": tower["num_attention_heads"],
+        "mm.tokens_per_image": config["mm_tokens_per_image"],
+    }
+    for key, number in numbers.items():
+        writer.add_uint32(f"gemma3.{key}", number)
+    writer.add_float32("gemma3.vision.attention.layer_norm_epsilon", 1e-6)
+    add_tokenizer(writer, inner)
+    for name, array in named(inner, text, "gemma3"):
+        writer.add_tensor(name, np.ascontiguousarray(array.astype(np.float32)))
+    for stored, array in load_file(directory / SINGLE).items():
+        if "vision_tower" in stored or "multi_modal" in stored:
+            name = stored.removeprefix("model.").replace("vision_model.", "")
+            for ours, theirs in OLLAMA.items():
+                name = name.replace(ours, theirs)
+            writer.add_tensor(name, array + 1 if "soft_emb_norm" in name else array)
+    write_all(writer)
+    (file.parent / "text.gguf").unlink()
+    return file

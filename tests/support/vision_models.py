@@ -509,7 +509,7 @@ SEEING_MARKS = {
     "minicpmv4_6": ("", "<|image_pad|>", "", "<image>", "</image>", "<slice>", "</slice>", *NUMBERS),
 }
 """Special tokens before, for and after the rows of a picture, and others."""
-WRITTEN = {"internvl": "<IMG_CONTEXT>\\n", "llama4": "<|image|>"}
+WRITTEN = {"internvl": "<IMG_CONTEXT>\\n", "llama4": "<|image|>", "minicpmv4_6": "<|image_pad|>"}
 """What published templates write for a picture, where it is not the first three of these."""
 SEEING_TEMPLATE = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"

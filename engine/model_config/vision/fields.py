@@ -119,8 +119,8 @@ class VisionFiles:
         return {"mean": mean, "std": std, "rescale": scale, "resample": filter_number}
 
     def token_text(self, key: str, default: str) -> str:
-        """Return the text of a special token from tokenizer_config.json."""
-        value = self.tokenizer.raw.get(key)
+        """Return the text of a special token from tokenizer_config.json, or config.json of a GGUF file."""
+        value = self.tokenizer.raw.get(key) or self.model.raw.get(key)
         if isinstance(value, Mapping):
             value = value.get("content")
         return value if isinstance(value, str) and value else default
