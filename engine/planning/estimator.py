@@ -272,7 +272,8 @@ def why_no_mtp(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, ra
     site = KernelSite(device=budget.device, has_native=budget.native_kernels, capability=None)
     invariant = is_row_invariant(dtype, kv_dtype, site, deterministic=config.deterministic)
     overlaps = config.overlaps_on(budget.device)
-    return why_no_draft_model(ranks) or why_no_drafts(1, overlaps=overlaps, row_invariant=invariant)
+    reason = why_no_draft_model("mtp", ranks, budget.device)
+    return reason or why_no_drafts(1, overlaps=overlaps, row_invariant=invariant)
 
 
 def note_images(shape: ModelShape, images: dict[str, Any], problem: str) -> tuple[str, ...]:

@@ -77,11 +77,11 @@ class Planner:
         self.least_slots = min(_LEAST_SLOTS, self.wanted_slots)
 
     def _add_draft(self, draft: DraftModelSizes) -> None:
-        """Count the weights and the KV cache of the draft model."""
+        """Count the weights and the KV cache of the draft model. Of ranks in one memory the first has it."""
         weights = weights_bytes(draft.shape, self.dtype, QUANTS.get(draft.quant))
         kv = draft.shape.kv_bytes_per_token(self.kv_dtype, self._stored_width)
-        self.weights += weights
-        self.kv_bytes_per_token += kv
+        self.weights += ceil_div(weights, self.ranks)
+        self.kv_bytes_per_token += ceil_div(kv, self.ranks)
         self.notes.append(
             f"{draft.name}: {show_bytes(weights)} of the weights and {kv:,} bytes of the KV cache per "
             "token are its own"
@@ -314,6 +314,7 @@ class Planner:
             is_whole = self.budget.device == "cuda" and self.draft.features > 0  # a head takes a whole step
             drafting = need(own, rows=rows if is_whole else DRAFT_MODEL_ROWS, graphs=graphs, is_alone=False)
             drafting += 2 * rows * self.draft.features * DTYPE_BYTES[self.dtype]
+            drafting = ceil_div(drafting, self.ranks)
         if self.config.plans_adapters:
             experts = self.shape.experts.per_token if self.shape.experts else 1
             adapters = self.config.lora_bytes + adapter_scratch(self.budget.device, rows, experts)
