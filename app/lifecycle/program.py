@@ -139,6 +139,7 @@ def require_single(models: Sequence[str], value: str | None, option: str = "--al
 
 
 pass_program = click.make_pass_decorator(Program)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
 def _set_data_dir(context: click.Context, _parameter: click.Parameter, value: Path | None) -> None:

@@ -13,7 +13,7 @@ import click
 from ...errors import CliError, Exit
 from ...integrations.guides import GUIDES, KEY_VARIABLE, MCP_PROGRAMS, Endpoint, Guide, McpProgram
 from ...lifecycle.instance import find_running
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Command, Program, json_option, pass_program
 from ...util import formatting
 from .. import output
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option(
     "--write", is_flag=True, help="Merge them into the client's file; a copy of the old file is kept."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option(
     "-q", "--quiet", is_flag=True, help="Without CLIENT, print names only; with CLIENT, print no hints."
 )

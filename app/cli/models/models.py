@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Command, Program, json_option, pass_program
 from ...util import formatting
 from .. import output
 from ..options import mmproj_option
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option("-q", "--quiet", is_flag=True, help="Print names only.")
 @pass_program
 def ps(program: Program, *, as_json: bool, quiet: bool) -> None:
@@ -34,7 +34,7 @@ def ps(program: Program, *, as_json: bool, quiet: bool) -> None:
 
 
 @click.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option("-q", "--quiet", is_flag=True, help="Print names only.")
 @pass_program
 def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
@@ -106,7 +106,7 @@ def _state(model: "DiskModel", *, loaded: bool) -> str:
 @click.command(cls=Command)
 @click.argument("ref")
 @mmproj_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def show(program: Program, ref: str, mmproj: str | None, *, as_json: bool) -> None:
     """Show the details of one model, on disk and in memory."""

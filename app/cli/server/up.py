@@ -14,7 +14,7 @@ import click
 from ...config.entries import Scalar
 from ...errors import CliError, Exit
 from ...lifecycle.instance import RunningDaemon, find_running
-from ...lifecycle.program import Command, Program, pass_program, require_single
+from ...lifecycle.program import Command, Program, json_option, pass_program, require_single
 from ...models.load_request import ModelRequest
 from ...util.formatting import format_setting
 from .. import output
@@ -48,7 +48,7 @@ def sign_in_link(program: Program) -> str:
 @click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Seconds to wait.")
 @click.option("--yes", is_flag=True, help="Download models that are not on this disk without asking.")
 @click.option("--open", "open_panel", is_flag=True, help="Open the panel in the browser, signed in.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def up(
     program: Program,
