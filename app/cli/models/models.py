@@ -281,7 +281,7 @@ def _print_info(model: Mapping[str, Any]) -> None:
         **({"because": "; ".join(info["notes"])} if info["notes"] else {}),
         **({"makes": made} if (made := _makes(info)) else {}),
         "context window": f"{info['context_window']} tokens",
-        "at full context": f"{info['max_concurrency']:.1f} requests at once",
+        "at full context": f"{round(info['max_concurrency'], 1):g} requests at once",
         "weights": formatting.size(info["weights_bytes"]),
         **(
             {"experts": f"{formatting.size(info['expert_bytes'])} of main memory"}
