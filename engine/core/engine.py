@@ -23,11 +23,12 @@ from ..ipc.profile_messages import BlockMap
 from ..ipc.sequence_times import SequenceTimes
 from ..sampling_params import SamplingParams
 from .constraints.output_constraint import GrammarCompiler
+from .executor_interface import Executor, pipeline_of
 from .images import check_images
 from .kv_cache.block_pool import block_map
 from .request import Request, check_request
 from .scheduler import Scheduler
-from .step import Executor, StepPlan, finish_reason, make_error_output, pipeline_of
+from .step import StepPlan, finish_reason, make_error_output
 
 log = logging.getLogger("llmbox.engine")
 
@@ -304,11 +305,11 @@ class Engine:
         try:
             self._images.advance()
         except Exception as error:
-            log.exception("a picture cannot be encoded")
+            log.exception("an image cannot be encoded")
             failed = self._images.give_up()
             for request in failed:
                 self._scheduler.abort(request.request_id)
-            why = f"A picture of this request cannot be encoded: {error}"
+            why = f"An image of this request cannot be encoded: {error}"
             return [make_error_output(request.request_id, EngineError.code, why) for request in failed]
         return []
 

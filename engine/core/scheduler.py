@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..config import SchedulerConfig
 from ..ipc.messages import RequestOutput
+from .executor_interface import ONE_STAGE, MicroBatcher, PipelineDepth, ceil_div
 from .images import ImageScheduler
 from .kv_cache.block_pool import BlockPool
 from .kv_cache.handover import DECODE_PROMPT_TOKENS
@@ -26,9 +27,6 @@ from .request_queue import ALL_BANDS, NO_BAND, Flow, Flows, WaitingQueue, is_pre
 from .speculation.draft_scheduler import DraftScheduler
 from .speculation.proposer import Proposer
 from .step import (
-    ONE_STAGE,
-    MicroBatcher,
-    PipelineDepth,
     SampledToken,
     ScheduledRequest,
     StepPlan,

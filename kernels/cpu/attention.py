@@ -15,6 +15,8 @@ from .weight_packing import DTYPES, KV_DTYPES, PackedHandle
 _BLOCK: Final = 256
 _STRIP: Final = 32
 """Rows of a block of whole texts, and the number that they are a multiple of."""
+_STRIP_TOKENS: Final = 16
+"""Tokens whose keys the cache stores together."""
 _TOGETHER: Final = 32
 """Rows of a text that are computed together."""
 _PAIRS: Final = 1 << 24
@@ -35,6 +37,7 @@ class CPUKVCache(PackedHandle):
     def __init__(self, library: ctypes.CDLL, shape: KVShape) -> None:
         self.dtype = shape.dtype
         self.heads = shape.num_kv_heads
+        self.block_size = shape.block_size
         self._shape = shape
         self._library = library
         super().__init__(
@@ -96,6 +99,24 @@ class CPUAttention(CPUOperations):
         step.use_angles(cos_TD, sin_TD)
         self.recorder.launch(self.library.llmbox_heads_op, step, *dtypes, cache, layer, *numbers)
         return qkv_TnD[:, : heads - 2 * cache.heads]
+
+    def read_keys(self, cache: CPUKVCache, layer: int, slots_S: Tensor, dims: slice) -> Tensor:
+        """Implement `Ops.read_keys` on the layout of native/attention/kv_cache.h."""
+        (memory,), size = cache.block_tensors(), cache.block_size
+        blocks, strips = memory.shape[1], -(-size // _STRIP_TOKENS)
+        keys = memory[layer][:, : memory.shape[2] // 2].view(blocks, strips, -1)
+        places = slots_S // size, slots_S % size // _STRIP_TOKENS
+        lanes_S, pack = slots_S % size % _STRIP_TOKENS, 4 // cache.dtype.itemsize
+        first, end = dims.start // pack, -(-dims.stop // pack)
+        words = keys[..., first * 4 * _STRIP_TOKENS : end * 4 * _STRIP_TOKENS]
+        words = words.view(blocks, strips, -1, _STRIP_TOKENS, 4)
+        words_SW4: Tensor = words[(*places, slice(None), lanes_S)].contiguous()
+        kept = slice(dims.start - first * pack, dims.stop - first * pack)
+        if cache.dtype != torch.int8:
+            return words_SW4.view(cache.dtype).flatten(1)[:, kept].float()
+        scales = keys[..., -4 * _STRIP_TOKENS :].view(blocks, strips, _STRIP_TOKENS, 4)
+        scales_S4: Tensor = scales[(*places, lanes_S)].contiguous()
+        return (words_SW4.flatten(1)[:, kept].float() - 128) * scales_S4.view(torch.float32)
 
     def attention(
         self,

@@ -69,6 +69,7 @@ class CPUBackend:
             make_kv_cache=lambda shape, _device: CPUKVCache(self.library, shape),
             plan_attention=lambda ragged, _cache, window: CPUAttentionMetadata(ragged, window),
             write_kv=attention.write_kv,
+            read_keys=attention.read_keys,
             attention=attention.attention,
             copy_blocks=attention.copy_blocks,
             clear_blocks=attention.clear_blocks,

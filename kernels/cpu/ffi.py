@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..lora import LoraRows
-from ..op_types import ExpertOwners, Mixture, Routing
+from ..op_types import SCORINGS, ExpertOwners, Mixture, Routing
 from .build import NativeUnavailable
 
 
@@ -63,7 +63,7 @@ class NativeRouting(ctypes.Structure):
     """Mirror of `Routing` in native/moe/moe_routing.h."""
 
     _fields_ = (
-        ("sigmoid", c_int32),
+        ("scoring", c_int32),
         ("groups", c_int32),
         ("top_groups", c_int32),
         ("group_best", c_int32),
@@ -77,7 +77,7 @@ class NativeRouting(ctypes.Structure):
     @classmethod
     def of(cls, routing: Routing) -> "NativeRouting":
         return cls(
-            sigmoid=routing.scoring == "sigmoid",
+            scoring=SCORINGS.index(routing.scoring),
             groups=routing.groups,
             top_groups=routing.top_groups,
             group_best=routing.group_best,
@@ -238,7 +238,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
         (INT, INT, P, LONG, P, LONG, P, P, P, INT, INT, INT, INT, FLOAT, FLOAT, FLOAT, P, P),
     ),
     "llmbox_gated_norm_op": (P, (INT, P, LONG, P, LONG, P, INT, INT, FLOAT, INT, P)),
-    "llmbox_sigmoid_mul_op": (P, (INT, INT, P, LONG, P, LONG, INT)),
+    "llmbox_gate_rows_op": (P, (INT, INT, P, LONG, P, LONG, INT)),
     "llmbox_mul_add_op": (P, (INT, P, LONG, P, P, INT, P)),
     "llmbox_predict_streams_op": (P, (INT, P, P, P, INT, INT, P)),
     "llmbox_correct_streams_op": (P, (INT, P, P, P, P, INT, INT, INT, P)),

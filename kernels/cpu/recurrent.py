@@ -22,6 +22,7 @@ class CPURecurrent(CPUOperations):
             self.gated_norm,
             self.sigmoid_mul,
             self.silu_mul,
+            self.softplus_mul,
             self.mul_add,
             self.swap_heads,
         )
@@ -89,11 +90,15 @@ class CPURecurrent(CPUOperations):
 
     def sigmoid_mul(self, x_TF: Tensor, gate_TF: Tensor) -> Tensor:
         """Multiply in place."""
-        return self._gate(x_TF, gate_TF, with_gate=False)
+        return self._gate(0, x_TF, gate_TF)
 
     def silu_mul(self, x_TF: Tensor, gate_TF: Tensor) -> Tensor:
         """Multiply in place."""
-        return self._gate(x_TF, gate_TF, with_gate=True)
+        return self._gate(1, x_TF, gate_TF)
+
+    def softplus_mul(self, x_TF: Tensor, gate_TF: Tensor) -> Tensor:
+        """Multiply in place."""
+        return self._gate(2, x_TF, gate_TF)
 
     def mul_add(self, x_TN: Tensor, by_N: Tensor, added_TN: Tensor | None) -> Tensor:
         assert x_TN.stride(1) == 1
@@ -114,9 +119,9 @@ class CPURecurrent(CPUOperations):
             self.recorder.copy(out_TNMD[:, each], x_TMND[:, :, each])
         return out
 
-    def _gate(self, x_TF: Tensor, gate_TF: Tensor, *, with_gate: bool) -> Tensor:
+    def _gate(self, function: int, x_TF: Tensor, gate_TF: Tensor) -> Tensor:
         assert x_TF.stride(1) == gate_TF.stride(1) == 1
         (rows, width), dtype = x_TF.shape, DTYPES[x_TF.dtype]
-        numbers = dtype, with_gate, x_TF, x_TF.stride(0), gate_TF, gate_TF.stride(0), width
-        self.recorder.launch(self.library.llmbox_sigmoid_mul_op, rows, *numbers)
+        numbers = dtype, function, x_TF, x_TF.stride(0), gate_TF, gate_TF.stride(0), width
+        self.recorder.launch(self.library.llmbox_gate_rows_op, rows, *numbers)
         return x_TF

@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from llmbox.engine.distributed.custom_all_reduce import Peers, sum_norm_rows
+from llmbox.engine.distributed.fused_allreduce_rmsnorm_kernel import Peers, sum_norm_rows
 from llmbox.kernels.activation import XIELU
 from llmbox.kernels.op_types import BatchLayout, KVShape
 from llmbox.kernels.quant_formats import QUANTS, Quant
