@@ -23,12 +23,11 @@ from ..ipc.profile_messages import BlockMap
 from ..ipc.sequence_times import SequenceTimes
 from ..sampling_params import SamplingParams
 from .constraints.output_constraint import GrammarCompiler
-from .executor_interface import Executor, pipeline_of
 from .images import check_images
 from .kv_cache.block_pool import block_map
 from .request import Request, check_request
 from .scheduler import Scheduler
-from .step import StepPlan, finish_reason, make_error_output
+from .step import Executor, StepPlan, finish_reason, make_error_output, pipeline_of
 
 log = logging.getLogger("llmbox.engine")
 

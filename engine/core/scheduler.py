@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..config import SchedulerConfig
 from ..ipc.messages import RequestOutput
-from .executor_interface import ONE_STAGE, MicroBatcher, PipelineDepth, ceil_div
 from .images import ImageScheduler
 from .kv_cache.block_pool import BlockPool
 from .kv_cache.handover import DECODE_PROMPT_TOKENS
@@ -27,6 +26,9 @@ from .request_queue import ALL_BANDS, NO_BAND, Flow, Flows, WaitingQueue, is_pre
 from .speculation.draft_scheduler import DraftScheduler
 from .speculation.proposer import Proposer
 from .step import (
+    ONE_STAGE,
+    MicroBatcher,
+    PipelineDepth,
     SampledToken,
     ScheduledRequest,
     StepPlan,
@@ -171,7 +173,7 @@ class Scheduler:
         if pipeline.ahead and not may_prefill and self.drafting.awaits_tokens(self._running.values()):
             return plan
         mixed = self.config.mixed_budget if decoding else 0
-        budget = ceil_div(mixed or self.config.token_budget, pipeline.stages)
+        budget = pipeline.share(mixed or self.config.token_budget)
         express = has_prompts and not self._was_express
         self._was_express = express and self._schedule_express(plan, budget, decoding, prompts, pipeline)
         if not self._was_express:

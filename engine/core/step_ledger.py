@@ -39,9 +39,8 @@ from ..ipc.sequence_times import (
     StepWork,
     encode_drafts,
 )
-from .executor_interface import ONE_STAGE, PipelineDepth
 from .kv_cache.prefix_cache import BlockOwners
-from .step import finish_reason
+from .step import ONE_STAGE, PipelineDepth, finish_reason
 
 if TYPE_CHECKING:
     from .kv_cache.manager import KVCacheManager

@@ -21,12 +21,12 @@ from llmbox.kernels.lora import MAX_SLOTS
 from ..config import EngineConfig, SchedulerConfig
 from ..core.adapter_slots import AdapterSlots
 from ..core.engine import Engine
-from ..core.executor_interface import Executor, SyncExecutor
 from ..core.images import ImageScheduler
 from ..core.kv_cache.block_pool import BlockPool
 from ..core.kv_cache.handover import HandoverIntake, HandoverOutlet
 from ..core.kv_cache.tiers import CacheMemory
 from ..core.scheduler import Scheduler
+from ..core.step import Executor, SyncExecutor
 from ..device.device import cuda_machine
 from ..distributed.communicator import TensorParallel
 from ..errors import DeviceError

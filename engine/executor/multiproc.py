@@ -13,8 +13,7 @@ from typing import Any, Final
 import torch
 
 from ..config import EngineConfig
-from ..core.executor_interface import Executor, ModelRunner
-from ..core.step import StepPlan, StepResult
+from ..core.step import Executor, ModelRunner, StepPlan, StepResult
 from ..device.device import cuda_machine
 from ..distributed.communicator import Communicator, TensorParallel
 from ..distributed.shm_communicator import PeerSockets, ShmCommunicator

@@ -9,9 +9,9 @@ from llmbox.kernels.cpu.build import native_expected, native_obtainable
 from llmbox.kernels.cpu.isa import LEVELS, core_flops, usable_levels
 
 from ..config import Dtype, EngineConfig, KVDtype, QuantChoice
-from ..core.executor_interface import ceil_div
 from ..core.kv_cache.state_manager import pool_blocks
 from ..core.speculation.proposer import DraftMethod
+from ..core.step import ceil_div
 from ..errors import DeviceError
 from ..hardware.machine import Machine
 from ..model_config.parallel_layout import ExpertPlacement, ParallelLayout

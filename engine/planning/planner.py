@@ -8,8 +8,8 @@ from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.support import WINDOW_MARGIN
 
 from ..config import DRAFT_MODEL_ROWS, EngineConfig
-from ..core.executor_interface import ceil_div
 from ..core.kv_cache.state_manager import pool_blocks
+from ..core.step import ceil_div
 from ..errors import DoesNotFit
 from ..hardware.machine import show_bytes
 from ..kv_store.block_file import segment_bytes

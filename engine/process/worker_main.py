@@ -24,7 +24,7 @@ if __name__ == "__main__":
     import_torch_or_restart()  # before the modules below import all of it
 
 from ..config import EngineConfig
-from ..core.executor_interface import ModelRunner
+from ..core.step import ModelRunner
 from ..distributed.communicator import TensorParallel
 from ..distributed.shm_communicator import PeerSockets
 from ..distributed.step_codec import Frame, Link, StepDecoder, decode_graph, encode_result

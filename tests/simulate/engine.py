@@ -12,12 +12,11 @@ from typing import Any
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.kv_cache.manager import MAX_PREEMPTIONS
 from llmbox.engine.core.kv_cache.tiers import KVTiers
 from llmbox.engine.core.request import Request
 from llmbox.engine.core.request_queue import band_of
-from llmbox.engine.core.step import StepPlan, StepResult
+from llmbox.engine.core.step import StepPlan, StepResult, SyncExecutor
 from llmbox.engine.errors import DoesNotFit
 from llmbox.engine.ipc.channel import Channel, DaemonGone
 from llmbox.engine.ipc.messages import ModelInfo, Progress, StepOutputs

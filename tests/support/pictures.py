@@ -11,10 +11,10 @@ from torch import Tensor
 
 from llmbox.engine.config import EngineConfig, SchedulerConfig
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.images import ImageScheduler
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.scheduler import Scheduler
+from llmbox.engine.core.step import SyncExecutor
 from llmbox.engine.distributed.communicator import SINGLE
 from llmbox.engine.executor.build import memory_budget
 from llmbox.engine.executor.load_model import model_info

@@ -5,10 +5,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from llmbox.engine.core.executor_interface import PipelineDepth
 from llmbox.engine.core.request import Request
 from llmbox.engine.core.speculation.proposer import DraftMethod, Proposals, Proposer
-from llmbox.engine.core.step import SampledToken, ScheduledRequest, StepPlan, StepResult
+from llmbox.engine.core.step import PipelineDepth, SampledToken, ScheduledRequest, StepPlan, StepResult
 from support.scheduling import make_request, make_scheduler
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.core.executor_interface import SyncExecutor
-from llmbox.engine.core.step import StepPlan, StepResult
+from llmbox.engine.core.step import StepPlan, StepResult, SyncExecutor
 from llmbox.engine.distributed.communicator import AsyncWork, CompletedWork, TensorParallel, rows_of_rank
 from llmbox.engine.distributed.shm_communicator import PendingReceive
 from llmbox.engine.distributed.step_codec import StepDecoder, StepEncoder

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.request import Request
 from llmbox.engine.core.speculation.draft_choice import RowPrices
-from llmbox.engine.core.step import SampledToken, ScheduledRequest, StepPlan
+from llmbox.engine.core.step import SampledToken, ScheduledRequest, StepPlan, SyncExecutor
 from llmbox.engine.executor.build import load_engine
 from llmbox.engine.ipc.messages import AddRequest, RequestOutput
 from llmbox.engine.model.decoder import Decoder

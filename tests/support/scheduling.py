@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 
 from llmbox.engine.config import SchedulerConfig
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.request import Request
 from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.core.speculation.proposer import Proposer
-from llmbox.engine.core.step import SampledToken, StepPlan, StepResult
+from llmbox.engine.core.step import SampledToken, StepPlan, StepResult, SyncExecutor
 from llmbox.engine.ipc.messages import AddRequest, ModelInfo, RequestOutput
 from llmbox.engine.sampling_params import SamplingParams
 from support.fake_runner import FakeOverlappingRunner, FakeRunner

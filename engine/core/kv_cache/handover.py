@@ -21,8 +21,8 @@ from typing import Final
 from ...ipc.handover_messages import HandedBlock, HandedBlocks, Prefill, TakenSlots
 from ...ipc.messages import AbortRequest, StepOutputs
 from ...kv_store.block_file import BlockKind, DamagedBlock, HandoverSegment
-from ..executor_interface import PrefillLink
 from ..request import Request
+from ..step import PrefillLink
 from .prefix_cache import extend_hashes
 from .tiers import CacheMemory
 

@@ -19,12 +19,11 @@ from ...ipc.sequence_times import (
     decode_drafts,
 )
 from ...sampling_params import SamplingParams
-from ..executor_interface import ONE_STAGE, PipelineDepth
 from ..kv_cache.block_pool import BlockPool
 from ..request import Request
 from ..scheduler import Scheduler
 from ..speculation.draft_scheduler import DraftScheduler
-from ..step import SampledToken, ScheduledRequest, StepPlan, StepResult
+from ..step import ONE_STAGE, PipelineDepth, SampledToken, ScheduledRequest, StepPlan, StepResult
 
 GOING_ON: Final = SampledToken(0)
 LAST: Final = SampledToken(1)

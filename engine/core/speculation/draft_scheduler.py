@@ -21,10 +21,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ...config import SchedulerConfig
-from ..executor_interface import ONE_STAGE, PipelineDepth
 from ..kv_cache.manager import KVCacheManager
 from ..request import Request
-from ..step import SampledToken, ScheduledRequest, StepPlan, count_accepted
+from ..step import ONE_STAGE, PipelineDepth, SampledToken, ScheduledRequest, StepPlan, count_accepted
 from .draft_choice import (
     MOST_DRAFTS,
     CallerDrafts,

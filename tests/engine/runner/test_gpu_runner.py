@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from llmbox.engine.core.executor_interface import SyncExecutor
+from llmbox.engine.core.step import SyncExecutor
 from llmbox.engine.runner.gpu_runner import GPUModelRunner
 from support.late_device import FakeCapture, LateDevice, device_engine
 from support.mixes import drawn, told

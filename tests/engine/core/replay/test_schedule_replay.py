@@ -7,9 +7,9 @@ import pytest
 
 from llmbox.app.store.record import encode_schedule
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.core.executor_interface import SyncExecutor
 from llmbox.engine.core.replay.replayed_engine import percentiles
 from llmbox.engine.core.replay.schedule_replay import LinearStepCost, ScheduleReplay, WhatIf
+from llmbox.engine.core.step import SyncExecutor
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.ipc.sequence_times import (
     DRAFTED,
