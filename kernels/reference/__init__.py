@@ -22,8 +22,7 @@ from .elementwise import (
     weight_memory,
 )
 from .kv_cache import clear_blocks, copy_blocks, make_kv_cache, read_keys
-from .lora import reference_lora
-from .moe import ExpertLayer
+from .moe import ExpertLayer, reference_lora
 from .recurrent import RECURRENT
 
 __all__ = ["REFERENCE"]
