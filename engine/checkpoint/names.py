@@ -26,6 +26,7 @@ VISION = tuple(
         *(
             "vision_tower",
             "vision_model",
+            "vision_encoder",
             "vision_embedder",
             "embed_vision",
             "visual",
@@ -40,6 +41,8 @@ VISION = tuple(
     )
 )
 _INNER_TOWER = "vision_tower.vision_model."
+_LIGHTON: Final = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector."}
+"""Parts of LightOnOCR, and those of Mistral 3."""
 _SPELLED = {
     "backbone.embeddings.": "model.embed_tokens.",
     "backbone.norm_f.": "model.norm.",
@@ -119,6 +122,9 @@ _OF_OTHER_SPELLING = (
 
 def vision_name(name: str) -> str:
     name = name.removeprefix(_INSIDE)
+    for own, usual in _LIGHTON.items():
+        if name.startswith(own):
+            return usual + name.removeprefix(own)
     return f"vision_tower.{name.removeprefix(_INNER_TOWER)}" if name.startswith(_INNER_TOWER) else name
 
 

@@ -218,7 +218,7 @@ Qwen3-Next is read as Qwen3.5: files have the linears of its gated delta nets in
 _OTHER_FILES: Final = {
     "adapter": "a LoRA adapter: name the file of its base model (adapters are read from PEFT's folders)",
     "imatrix": "an importance matrix, which helps to quantize: name the file of the model",
-    "mmproj": "a projector (mmproj), the part of a model that reads pictures: name the file of the language "
+    "mmproj": "a projector (mmproj), the part of a model that reads images: name the file of the language "
     "model, and leave this one beside it",
 }
 """Values of `general.type` of files that hold no model."""

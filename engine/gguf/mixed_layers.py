@@ -107,8 +107,11 @@ def gemma_fields(gguf: GgufFile, config: Config) -> Config:
     scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
     theta = 1e4 if gguf.architecture in {"gemma", "gemma2"} else 1e6
     rope = config.pop("rope_parameters")
+    if rope["rope_type"] == "default" and gguf.value("vision.block_count"):
+        rope = {"rope_type": "linear", "factor": 8.0}  # Ollama's files of Gemma 3 do not say it
     return {
         "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": gguf.number("attention.layer_norm_rms_epsilon", 1e-6),
         "query_pre_attn_scalar": scalar,
         "sliding_window": gguf.value("attention.sliding_window"),
         "attn_logit_softcapping": gguf.value("attn_logit_softcapping"),

@@ -244,10 +244,10 @@ _OF_EXPERT = re.compile(r"(?:(?:mlp|block_sparse_moe|mixer|feed_forward)\.)?expe
 _OF_STACK = re.compile(r"model\.(\w+)\.(\d+)")
 NOT_NEEDED = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
-    r"|(blk\.\d+|output)\.(\w+\.)?input_scale|dense_[23]\.(weight|bias)"
+    r"|(blk\.\d+|output)\.(\w+\.)?input_scale|dense_[23]\.(weight|bias)|(v|mm)\..+"
 )
 """Tensors that are no part of the transformer: config.json has their content, they are of activations in 4
-bits (NVFP4), or of dense layers over the pooled vector.
+bits (NVFP4), of dense layers over the pooled vector, or of a vision tower, which Ollama's files have inside.
 """
 
 SCORES: Final = "cls.output.weight"

@@ -47,7 +47,7 @@ from .rope import RopeConfig
 from .shape import ModelShape
 from .vision.config import VisionConfig
 from .vision.families import find_vision, why_no_tower
-from .vision.shape import vision_shape
+from .vision.layout import vision_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

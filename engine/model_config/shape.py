@@ -8,7 +8,7 @@ from typing import Literal
 from llmbox.kernels.quant_formats import BlockSizes, Quant
 
 from ..config import Dtype
-from .vision.shape import NO_TOWER, VisionShape
+from .vision.config import NO_TOWER, VisionShape
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALED_KV = frozenset({"int8", "fp8"})

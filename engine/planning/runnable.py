@@ -251,7 +251,7 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
             f"the {plan.cpu_part} of this model run on CPUs only, one step at a time: load with --device cpu "
             "and without --overlap"
         )
-    _require_drafts(plan, config, overlaps=overlaps, row_invariant=invariant)
+    _require_drafts(plan, config, site.device, overlaps=overlaps, row_invariant=invariant)
 
 
 def not_deterministic(kernels: str) -> DeviceError:
@@ -263,7 +263,9 @@ def not_deterministic(kernels: str) -> DeviceError:
     )
 
 
-def _require_drafts(plan: RunnablePlan, config: EngineConfig, *, overlaps: bool, row_invariant: bool) -> None:
+def _require_drafts(
+    plan: RunnablePlan, config: EngineConfig, device: str, *, overlaps: bool, row_invariant: bool
+) -> None:
     """Raise DeviceError if draft tokens, or what proposes them, were asked for and cannot be verified."""
     beside = plan.has_host_experts
     reason = why_no_drafts(plan.stages, overlaps=overlaps, row_invariant=row_invariant, host_experts=beside)
@@ -276,14 +278,20 @@ def _require_drafts(plan: RunnablePlan, config: EngineConfig, *, overlaps: bool,
         wanted = "a draft model" if plan.draft_method in {None, "draft_model"} else "a draft head"
     if wanted and config.speculate == "off":
         raise DeviceError(f"{wanted} cannot be combined with --speculate off: leave one of them out")
-    reason = why_no_draft_model(plan.ranks) or reason
+    reason = why_no_draft_model(plan.draft_method, plan.ranks, device) or reason
     if wanted and reason:
         raise DeviceError(f"{wanted} was requested, but {reason}: load without --draft")
 
 
-def why_no_draft_model(ranks: int) -> str:
-    """Return the reason why a draft model or head cannot run beside a model; empty if it can."""
-    return f"the model runs on {ranks} ranks, which verify drafts of lookups only" if ranks > 1 else ""
+def why_no_draft_model(method: DraftMethod | None, ranks: int, device: str) -> str:
+    """Return the reason why a draft model or head cannot run beside a model; empty if it can.
+
+    A draft model runs on rank 0 alone. A head reads hidden states of layers that other ranks may have.
+    """
+    if ranks == 1 or (device == "cpu" and method == "draft_model"):
+        return ""
+    others = "lookups and draft models" if device == "cpu" else "lookups"
+    return f"the model runs on {ranks} ranks, which verify drafts of {others} only"
 
 
 def why_no_drafts(stages: int, *, overlaps: bool, row_invariant: bool, host_experts: bool = False) -> str:

@@ -23,8 +23,7 @@ from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ParallelError
 from ..gguf.blocks import dequantize, unpack_rows
 from ..gguf.names import EXPERT_PARTS
-from ..gguf.projector import read_projector
-from ..gguf.projector_tensors import ProjectorTensor, check_projector_tensors
+from ..gguf.projector import ProjectorTensor, check_projector_tensors, read_projector
 from ..gguf.reader import BLOCKS, read_gguf
 from ..gguf.tensors import GgufTensors, half_split_rope, read_bytes
 from ..model_config.config import ModelConfig

@@ -3,6 +3,7 @@
 import ctypes
 from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,6 +167,14 @@ class NativeDrawRow(ctypes.Structure):
     )
 
 
+class Address(c_void_p):
+    """Address as an argument of a function: a tensor stands for that of its first number."""
+
+    @classmethod
+    def from_param(cls, value: Any) -> Any:
+        return c_void_p.from_param(value.data_ptr() if isinstance(value, Tensor) else value)
+
+
 P, INT, LONG, FLOAT = c_void_p, c_int, c_int64, c_float
 
 FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -255,7 +264,8 @@ def open_library(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in FUNCTIONS.items():
             function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
+            function.restype = result
+            function.argtypes = [Address if each is P else each for each in arguments]
     except (OSError, AttributeError) as error:
         raise NativeUnavailable(f"{path} cannot be loaded: {error}") from None
     if not library.llmbox_usable():
