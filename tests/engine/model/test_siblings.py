@@ -165,6 +165,7 @@ MUSE_TOWER |= {"patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4}
 MUSE = {"num_hidden_layers": 5, "sliding_window": 19, "post_norm_eps": 1e-3, "rms_norm_eps": 1e-4}
 SIGLIP = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 SIGLIP |= {"patch_size": 4, "image_size": 16}
+COHERE2 = FAMILIES["cohere2"] | {"logit_scale": 1.0}  # transformers leaves it out of models that see
 SIGLIP_MODEL = SIGLIP | {"model_type": "siglip_vision_model"}
 NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm4v": ("glm4v", GLM_TOWER, {"rope_parameters": GLM_ROPE}),
@@ -186,13 +187,13 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         SIGLIP | {"video_temporal_patch_size": 2},
         FAMILIES["nemotron_h"] | {"model_type": "nemotron_h"},
     ),
-    "cohere2_vision": ("cohere2_vision", SIGLIP_MODEL, FAMILIES["cohere2"] | {"model_type": "cohere2"}),
+    "cohere2_vision": ("cohere2_vision", SIGLIP_MODEL, COHERE2 | {"model_type": "cohere2"}),
     "cohere2_vision-moe": (
         "cohere2_vision",
         SIGLIP_MODEL,
-        SIBLINGS["cohere2_moe"] | {"model_type": "cohere2_moe"},
+        SIBLINGS["cohere2_moe"] | {"model_type": "cohere2_moe", "logit_scale": 1.0},
     ),
-    "aya_vision": ("aya_vision", SIGLIP_MODEL, FAMILIES["cohere2"] | {"model_type": "cohere2"}),
+    "aya_vision": ("aya_vision", SIGLIP_MODEL, COHERE2 | {"model_type": "cohere2"}),
     "minicpmv4_7": ("minicpmv4_7", SIGLIP, DELTA | {"model_type": "qwen3_5_text"}),
     "internvl-qwen2": ("internvl", INTERNVL, {"model_type": "qwen2"}),
     "internvl-qwen3_moe": ("internvl", INTERNVL, MOE | {"model_type": "qwen3_moe"}),
