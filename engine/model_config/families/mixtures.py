@@ -108,7 +108,7 @@ def cohere2_moe_variant(fields: Fields) -> dict[str, Any]:
 
 def experts_beside_shared(fields: Fields, sparse: tuple[bool, ...], **router: Any) -> ExpertsConfig | None:
     """Read experts of the layers that `sparse` says, beside a shared one of a size of its own."""
-    key = "num_local_experts" if fields.raw.get("num_experts") is None else "num_experts"
+    key = "num_experts" if fields.raw.get("num_local_experts") is None else "num_local_experts"
     count, per_token = selected_of(fields, key)
     found = ExpertsConfig(
         count=count,

@@ -165,6 +165,8 @@ MUSE_TOWER |= {"patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4}
 MUSE = {"num_hidden_layers": 5, "sliding_window": 19, "post_norm_eps": 1e-3, "rms_norm_eps": 1e-4}
 SIGLIP = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 SIGLIP |= {"patch_size": 4, "image_size": 16}
+COHERE2 = FAMILIES["cohere2"] | {"logit_scale": 1.0}  # transformers leaves it out of models that see
+SIGLIP_MODEL = SIGLIP | {"model_type": "siglip_vision_model"}
 NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm4v": ("glm4v", GLM_TOWER, {"rope_parameters": GLM_ROPE}),
     "glm46v": (
@@ -185,12 +187,20 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         SIGLIP | {"video_temporal_patch_size": 2},
         FAMILIES["nemotron_h"] | {"model_type": "nemotron_h"},
     ),
+    "cohere2_vision": ("cohere2_vision", SIGLIP_MODEL, COHERE2 | {"model_type": "cohere2"}),
+    "cohere2_vision-moe": (
+        "cohere2_vision",
+        SIGLIP_MODEL,
+        SIBLINGS["cohere2_moe"] | {"model_type": "cohere2_moe", "logit_scale": 1.0},
+    ),
+    "aya_vision": ("aya_vision", SIGLIP_MODEL, COHERE2 | {"model_type": "cohere2"}),
     "minicpmv4_7": ("minicpmv4_7", SIGLIP, DELTA | {"model_type": "qwen3_5_text"}),
     "internvl-qwen2": ("internvl", INTERNVL, {"model_type": "qwen2"}),
     "internvl-qwen3_moe": ("internvl", INTERNVL, MOE | {"model_type": "qwen3_moe"}),
 }
 """Kind, tower and `text_config`."""
-BLIND = {"muse_glimmer", "kimi_k25", "exaone4_5", "nemotron_h_omni", "minicpmv4_7"}
+BLIND = {"muse_glimmer", "kimi_k25", "exaone4_5", "nemotron_h_omni", "minicpmv4_7", "cohere2_vision"}
+BLIND |= {"cohere2_vision-moe", "aya_vision"}
 """Those whose tower does not run."""
 
 
@@ -339,6 +349,7 @@ def test_a_known_architecture_is_refused_with_what_is_missing(tmp_path: Path, na
         written(tmp_path, name)
 
 
+LAGUNA = MOE | {"shared_expert_intermediate_size": 48}
 HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
 
 
@@ -361,9 +372,9 @@ HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
         ("PhiForCausalLM", {"qk_layernorm": True}, "qk_layernorm True is not supported"),
         ("PhiForCausalLM", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported, only 'gelu'"),
         ("LagunaForCausalLM", {"gating": "per-row"}, "gating 'per-row' is not supported"),
-        ("LagunaForCausalLM", {"num_attention_heads_per_layer": [3, 4]}, "must have 2 multiples of"),
+        ("LagunaForCausalLM", LAGUNA | {"num_attention_heads_per_layer": [3, 4]}, "have 2 multiples of"),
         ("LagunaForCausalLM", {"rope_parameters": {"slow": {}}}, "must have an entry for full_attention"),
-        ("MiMoV2FlashForCausalLM", {"swa_head_dim": 8}, "swa_head_dim is not supported"),
+        ("MiMoV2FlashForCausalLM", {"swa_head_dim": 8}, "swa_head_dim 8 is not supported, only that of"),
         ("MiMoV2FlashForCausalLM", {"moe_layer_freq": 1}, "moe_layer_freq must have a 0 or a 1"),
         ("Cohere2MoeForCausalLM", {"expert_selection_fn": "top"}, "expert_selection_fn 'top' with"),
         ("Cohere2MoeForCausalLM", {"first_k_dense_replace": 9}, "first_k_dense_replace 9 must be from 0"),

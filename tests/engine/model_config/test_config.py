@@ -151,7 +151,7 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path, changes: d
 @pytest.mark.parametrize(
     ("name", "missing"),
     [
-        ("DeepseekV32ForCausalLM", "needs attention to the tokens"),
+        ("HYV4ForCausalLM", "needs attention to the tokens"),
         ("Zamba2ForCausalLM", "needs attention that several layers share"),
     ],
 )
