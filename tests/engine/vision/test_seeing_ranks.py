@@ -34,6 +34,8 @@ def asked(directory: Path) -> list[AddRequest]:
         ("glm4v", {"tp": 2}),
         ("internvl", {"pp": 2}),
         ("llama4", {"pp": 2}),
+        ("minicpmv4_6", {"tp": 2}),
+        ("exaone4_5", {"pp": 2}),
     ],
 )
 def test_ranks_give_the_tokens_of_one(
