@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -49,9 +50,28 @@ class StreamCounts(click.ParamType[list[int]]):
             self.fail(f"{value!r} is not a list of numbers above 0, such as 1,4,16.", parameter, context)
 
 
+def check_url(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    """Check that a URL names a server. Raises BadParameter."""
+    if value is None:
+        return None
+    try:
+        parts = urlsplit(value)
+        is_whole = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port or an address that is none
+        is_whole = False
+    if not is_whole or not value.isascii():
+        raise click.BadParameter(f"{value!r} is not a URL such as http://host:7411.")
+    return value
+
+
 @click.command(cls=Command)
 @click.argument("model", required=False)
-@click.option("--url", metavar="URL", help="Another server, as http://host:port; default: the local daemon.")
+@click.option(
+    "--url",
+    metavar="URL",
+    callback=check_url,
+    help="Another server, as http://host:port; default: the local daemon.",
+)
 @click.option("--key", metavar="KEY", envvar="LLMBOX_BENCH_KEY", default="", help="API key for --url.")
 @click.option(
     "--concurrency",

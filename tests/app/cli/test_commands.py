@@ -76,6 +76,12 @@ def test_a_component_without_lines_is_said_so(llmbox, tmp_path: Path):
     assert "hello" in llmbox("logs", "--component", "http")[1]
 
 
+@pytest.mark.parametrize("url", ["", "-1", "localhost:7411", "/tmp", "http://", "http://h:x", "http://ünï"])
+def test_bench_refuses_what_is_no_url(llmbox, url: str):
+    code, _, err = llmbox("bench", "--url", url)
+    assert (code, "http://host:7411" in err) == (Exit.USAGE, True)
+
+
 def test_a_model_without_a_client_is_refused(llmbox):
     code, _, err = llmbox("connect", "--model", "builtin")
     assert (code, "llmbox connect CLIENT --model builtin" in err) == (Exit.USAGE, True)
