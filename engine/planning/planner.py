@@ -168,7 +168,7 @@ class Planner:
     def _window_blocks(self, running: int) -> int:
         if not self.window:
             return 0
-        step = max(self.token_budget, self.max_running) + self._picture_rows
+        step = max(self.token_budget, self.max_running) + self._image_rows
         return pool_blocks(self.window, self.config.block_size, running, step)
 
     def _window_bytes(self, blocks: int) -> int:
@@ -290,14 +290,14 @@ class Planner:
         return -(-context // self.config.block_size)
 
     @property
-    def _picture_rows(self) -> int:
+    def _image_rows(self) -> int:
         """Rows that a step may have beyond its budget."""
         return 0 if self.shape.vision is None else self.shape.vision.whole_rows
 
     def _workspace(self, context: int) -> int:
         rows = ceil_div(max(self.token_budget, self.max_running), self.stages)
         is_whole = self.shape.is_bidirectional or not self.config.chunked_prefill
-        rows += context if is_whole else self._picture_rows
+        rows += context if is_whole else self._image_rows
         is_native = self._is_native and not self.shape.is_bidirectional
         need = partial(
             workspace_bytes,

@@ -190,7 +190,7 @@ class RunnablePlan:
             plan.ranks,
             plan.pp,
             is_stored=model.quant is not None,
-            cpu_part=model.cpu_part,
+            cpu_part=_cpu_part(plan, model),
             is_bidirectional=model.is_bidirectional,
             has_experts=model.experts is not None,
             has_host_experts=plan.expert_bytes > 0,
@@ -198,6 +198,12 @@ class RunnablePlan:
             is_plain=_is_plain(model),
             draft_method=plan.draft_method,
         )
+
+
+def _cpu_part(plan: MemoryPlan, model: ModelConfig) -> str:
+    """Return what only CPUs run of a model: sparse attention of a context that it selects whole is dense."""
+    index = model.sparse_index
+    return "" if index is not None and plan.context <= index.top else model.cpu_part
 
 
 def _is_plain(model: ModelConfig) -> bool:
@@ -240,7 +246,7 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
     if config.exact == "portable" and (reason := _why_not_portable(plan, site)):
         raise DeviceError(f"exact portable was requested, but {reason}")
     overlaps = config.overlaps_on(site.device)
-    if plan.cpu_part and (overlaps or site.device == "cuda"):
+    if plan.cpu_part and (overlaps or site.device == "cuda" or site.uses_triton):
         raise DeviceError(
             f"the {plan.cpu_part} of this model run on CPUs only, one step at a time: load with --device cpu "
             "and without --overlap"
