@@ -9,7 +9,8 @@ keys   Key A asks prompts, key B asks these and prompts that nobody asked. Area 
        times to the first token, 0.5 where they tell nothing: A's blocks in memory, and on disk alone.
 swaps  Two models by turns, of which one fits in memory, each going on with its conversation: a turn for which
        the model is loaded, then one on the model that stays. Seconds by which the first token of the first is
-       later, and whether the last answers are those of a conversation computed anew.
+       later, and whether the last answers are those of a conversation computed anew. On a slow CPU a short
+       `--turn` leaves less of the prompt to compute, whose time varies too.
 many   Ten models by turns, where two fit in memory beside the built-in one. Memory of the engines beside what
        was planned for them (PSS: a shared page counts once), failed requests and changed answers.
 
@@ -138,6 +139,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--asked", type=int, default=600, help="requests of each kind for `keys`")
     parser.add_argument("--rounds", type=int, default=20, help="turns of each model for `swaps` and `many`")
+    parser.add_argument("--turn", type=int, default=32, help="new tokens of a turn for `swaps`")
     parser.add_argument("--only", choices=["ends", "keys", "swaps", "many"])
     options = parser.parse_args()
     for part in (ends, keys, swaps, many):
@@ -289,7 +291,7 @@ def swaps(options: argparse.Namespace, folder: Path) -> None:
 
         def turn(name: str, salt: str = "") -> tuple[str, float]:
             if not salt:
-                chats[name] = chats[name][-3000:] + small_numbers(len(chats[name]), 32)
+                chats[name] = chats[name][-3000:] + small_numbers(len(chats[name]), options.turn)
             return box.ask(name, chats[name], salt=salt)
 
         for name in models:
