@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import openai
-
 from llmbox.app.config.loader import LoadedSettings
 from llmbox.app.config.paths import find_paths
 from llmbox.app.config.settings import LimitSettings, Settings
@@ -26,8 +24,11 @@ from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import PATIENCE
+from support.deferred_module import DeferredModule
 from support.fake_engine import fake_launch, write_model
 from support.tokenizers_zoo import CHATML, byte_level, drawn_ids, write_text_files
+
+openai = DeferredModule("openai")
 
 T = TypeVar("T")
 LOADING = 400.0
