@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llmbox.ui.tui.app import SCREENS, Dashboard
 from llmbox.ui.tui.data.mock import MockApi
-from llmbox.ui.tui.themes import DARK
+from llmbox.ui.tui.rendering import DARK
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 NOON = 1_800_014_400.0

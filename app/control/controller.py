@@ -72,7 +72,7 @@ class AvailableModels:
 
     def _compute_window(self, path: Path) -> int | None:
         try:
-            plan, _ = self._library.plan(parse_config(path))
+            plan, _ = self._library.planner.plan(parse_config(path))
         except (EngineError, OSError):
             return None
         return None if plan is None else plan.context

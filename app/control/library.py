@@ -11,17 +11,12 @@ from pathlib import Path
 
 from llmbox.engine.checkpoint.formats.weight_format import GgufFormat
 from llmbox.engine.errors import DeviceError, EngineError
-from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.model_config.encoders.pooling import is_declared
-from llmbox.engine.planning.estimator import MemoryPlan
 from llmbox.engine.weights.packed_cache.cache import PackedWeightCache
 
-from ..engines.eviction import usable_device
 from ..errors import ApiError, CliError, Exit
-from ..fit.bandwidth import device_bandwidth
-from ..fit.fit import default_engine, plan_alone
-from ..fit.recommendations import Recommendation, recommend
+from ..fit.recommendations import LocalPlanner, Recommendation
 from ..hub.adapter_download import AdapterFetch
 from ..hub.download import DownloadSettings
 from ..hub.download_queue import Downloads
@@ -29,9 +24,9 @@ from ..hub.errors import HubError
 from ..hub.model_info import SearchResult, ask_recommended, search
 from ..hub.remove import RemovableModel, RemovedModel, find_removable, remove
 from ..hub.repo_files import Hub
-from ..models.catalog import HUB_ID, ModelRef, find_served, hub_cache, on_disk
+from ..models.catalog import HUB_ID, ModelRef, find_served, hub_cache
 from ..models.gguf_folders import weights_of
-from ..models.registry import Registry, full_name, keep_hub_facts, read_hub_facts, recommended
+from ..models.registry import Registry, full_name, keep_hub_facts, recommended
 from ..services import Services
 from ..text.tokenizer.text_loader import read_generation_defaults, read_template
 from ..util import formatting
@@ -55,7 +50,7 @@ class Library:
         setup = DownloadSettings(
             cache=hub_cache(os.environ),
             state_file=services.paths.downloads_file,
-            fit=lambda config: self.plan(config)[1],
+            fit=lambda config: self.planner.plan(config)[1],
             bandwidth=self.bandwidth,
             files_at_once=settings.files_at_once,
         )
@@ -69,35 +64,17 @@ class Library:
         """
         return find_served(name, os.environ, self.registry.read_or_nothing())
 
-    def plan(self, config: ModelConfig) -> tuple[MemoryPlan | None, str]:
-        """Memory plan of a model served alone with the default settings, or the reason why it cannot be
-        served. May be called from any thread.
-        """
-        settings = self._services.settings
-        return plan_alone(config, read_machine(), default_engine(settings.model), settings.memory.budget)
+    @property
+    def planner(self) -> LocalPlanner:
+        """Planner of models alone on this machine, with the settings of now."""
+        return LocalPlanner(self._services.settings, self._services.paths, os.environ)
 
     async def recommend(self) -> list[Recommendation]:
-        """Plan the recommended models on this machine. The hub is not asked."""
-        return await asyncio.to_thread(self._recommend)
-
-    def _recommend(self) -> list[Recommendation]:
-        settings = self._services.settings
-        machine = read_machine()
-        engine = default_engine(settings.model)
+        """Plan the recommended models on this machine; none where it lacks the device of the settings."""
         try:
-            device = usable_device(machine, engine.device)
+            return await asyncio.to_thread(self.planner.recommend, self.registry.read_or_nothing())
         except DeviceError:
             return []
-        file = self._services.paths.bandwidth_file
-        return recommend(
-            machine,
-            engine,
-            budget_gb=settings.memory.budget,
-            disk=hub_cache(os.environ),
-            bandwidth=device_bandwidth(machine, device, file, engine.threads),
-            present={model.ref.name for model in on_disk(os.environ, self.registry.read_or_nothing())},
-            told=read_hub_facts(self._services.paths.recommended_file),
-        )
 
     async def refresh_recommended(self) -> tuple[int, dict[str, HubError]]:
         """Ask the hub for sizes and licenses of the recommended models and keep them.
@@ -147,7 +124,7 @@ class Library:
         raise error
 
     async def search(self, text: str, limit: int) -> list[SearchResult]:
-        return await asyncio.to_thread(lambda: search(Hub.of_environment(), text, limit, self.plan))
+        return await asyncio.to_thread(lambda: search(Hub.of_environment(), text, limit, self.planner.plan))
 
     async def remove(self, names: Sequence[str]) -> list[RemovedModel]:
         """Delete models, all or none: every name is checked first. Raises ApiError 400, 403, 404, 409."""

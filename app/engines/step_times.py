@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
 from llmbox.engine.ipc.messages import EngineStats, ModelInfo
@@ -59,7 +60,9 @@ class StepCurve:
     def add(self, size: int, seconds: float) -> None:
         """Learn from one step. Steps of about the same size are one."""
         now = self._clock()
-        point = self._points.setdefault(_bucket(size), _Point(size, now))
+        bucket = _bucket(size)
+        if (point := self._points.get(bucket)) is None:
+            point = self._points[bucket] = _Point(size, now)
         point.count += 1
         weight = max(LEAST_WEIGHT, 1 / point.count)
         point.size += weight * (size - point.size)
@@ -94,7 +97,7 @@ class StepCurve:
         """
         now = self._clock()
         pools: list[tuple[float, int, list[float]]] = []
-        for point in sorted(self._points.values(), key=lambda point: point.size):
+        for point in sorted(self._points.values(), key=attrgetter("size")):
             seconds, count, sizes = point.seconds, len(point.times), [point.size]
             seconds *= max(0.5, min(1.0, 2.0 - (now - point.at) / STALE_S))
             while pools and pools[-1][0] > seconds:

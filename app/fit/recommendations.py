@@ -1,4 +1,6 @@
-"""Fit of every recommended model on this machine, from the package's own data: the hub is not asked."""
+"""Fit of models on this machine with its owner's settings, and of every recommended one, from the package's
+own data: the hub is not asked.
+"""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -8,15 +10,27 @@ from typing import Any
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import EngineError
-from llmbox.engine.hardware.machine import Machine
+from llmbox.engine.hardware.machine import Machine, read_machine
 from llmbox.engine.model_config.config import ModelConfig
-from llmbox.engine.planning.estimator import show_bytes
+from llmbox.engine.planning.estimator import MemoryPlan, show_bytes
 
+from ..config.paths import Paths
+from ..config.settings import Settings
+from ..engines.eviction import usable_device
 from ..hub.model_info import ModelFacts, parse_config_files
-from ..models.registry import HubFacts, RecommendedModel, family_of, recommended, with_hub_facts
+from ..models.catalog import hub_cache, on_disk
+from ..models.registry import (
+    HubFacts,
+    NameLookup,
+    RecommendedModel,
+    family_of,
+    read_hub_facts,
+    recommended,
+    with_hub_facts,
+)
 from ..util.formatting import rate_range
-from .bandwidth import Bandwidth
-from .fit import Fit, Speed, fit
+from .bandwidth import Bandwidth, device_bandwidth
+from .fit import Fit, Speed, default_engine, fit, plan_alone
 
 USABLE_RATE = 5.0
 """Tokens a second, the middle of the predicted range, below which a reader waits for words."""
@@ -57,7 +71,7 @@ class Recommendation:
             "default": model.default,
             "repo": model.repo,
             "purpose": model.purpose,
-            "reads_pictures": model.reads_pictures,
+            "reads_images": model.reads_images,
             "license": model.license,
             "gated": model.gated,
             "params": model.params,
@@ -105,6 +119,59 @@ def recommend(
         plan = fit(facts, machine, config, budget_gb=budget_gb, disk=disk, bandwidth=bandwidth)
         found.append(Recommendation(model, plan, here))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlanner:
+    """Planner of models on this machine, with its owner's settings. May be used from any thread."""
+
+    settings: Settings
+    paths: Paths
+    environ: Mapping[str, str]
+
+    @property
+    def engine(self) -> EngineConfig:
+        """Options of a model that is loaded without flags."""
+        return default_engine(self.settings.model)
+
+    def plan(self, config: ModelConfig) -> tuple[MemoryPlan | None, str]:
+        """Plan a model that is alone in memory and loaded without flags. None with the reason where it cannot
+        be served.
+        """
+        return plan_alone(config, read_machine(), self.engine, self.settings.memory.budget)
+
+    def fit(self, facts: ModelFacts, config: EngineConfig, *, kv_disk: int = 0, probe: bool = False) -> Fit:
+        """Plan a model with the options of `config`. `kv_disk`: bytes of the KV cache on disk; `probe`
+        measures the memory bandwidth again. Raises DeviceError where there is no such device.
+        """
+        machine, file = read_machine(), self.paths.bandwidth_file
+        device = usable_device(machine, config.device)
+        return fit(
+            facts,
+            machine,
+            config,
+            budget_gb=self.settings.memory.budget,
+            disk=hub_cache(self.environ),
+            kv_disk=kv_disk,
+            bandwidth=device_bandwidth(machine, device, file, config.threads, refresh=probe),
+            host_bandwidth=lambda: device_bandwidth(machine, "cpu", file, config.threads, refresh=probe),
+        )
+
+    def recommend(self, names: NameLookup, config: EngineConfig | None = None) -> list[Recommendation]:
+        """Plan every recommended model, with the options of `config`. `names`: registered names of models.
+        Raises DeviceError where there is no such device.
+        """
+        machine, config = read_machine(), config or self.engine
+        device = usable_device(machine, config.device)
+        return recommend(
+            machine,
+            config,
+            budget_gb=self.settings.memory.budget,
+            disk=hub_cache(self.environ),
+            bandwidth=device_bandwidth(machine, device, self.paths.bandwidth_file, config.threads),
+            present={model.ref.name for model in on_disk(self.environ, names)},
+            told=read_hub_facts(self.paths.recommended_file),
+        )
 
 
 def _current(model: RecommendedModel, told: HubFacts | None) -> tuple[RecommendedModel, ModelConfig]:

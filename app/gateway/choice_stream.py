@@ -105,7 +105,7 @@ class ChoiceStream:
         before = self.output_tokens - len(ids)
         for i, token_id in enumerate(ids):
             if self._entries is not None and logprobs is not None:
-                data = self._text.tokens.inner(token_id)
+                data = self._text.tokens[token_id]
                 self._entries.append(TokenEntry(self._decoded, data, logprobs[i]))
             piece = self._push(token_id)
             self._decoded += len(piece)

@@ -139,6 +139,7 @@ def require_single(models: Sequence[str], value: str | None, option: str = "--al
 
 
 pass_program = click.make_pass_decorator(Program)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
 def _set_data_dir(context: click.Context, _parameter: click.Parameter, value: Path | None) -> None:
@@ -194,6 +195,15 @@ class Command(click.Command):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.params += location_options()
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the command line. Refuses NaN: every `FloatRange` accepts it."""
+        rest = super().parse_args(ctx, args)
+        for param in self.params:
+            value = ctx.params.get(param.name or "")
+            if isinstance(value, float) and value != value:  # noqa: PLR0124 - NaN, without an import
+                raise click.BadParameter("'nan' is not a number.", ctx, param)
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Print the command's own options first, then those with a heading under it."""

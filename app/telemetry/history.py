@@ -138,12 +138,10 @@ class History:
 
 
 def _add(engine: "Engine | None", rows: list[tuple[int, int, str]], now: int) -> bool:
-    from ..store.queries import requests as telemetry_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
-
     if engine is None:
         return False
     try:
-        telemetry_queries.add_telemetry(engine, rows, KEEP, now)
+        _sql().add_telemetry(engine, rows, KEEP, now)
     except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file: points are lost, no more
         log.debug("telemetry history: %d points lost: %s", len(rows), str(error).splitlines()[0])
         return False
@@ -151,9 +149,14 @@ def _add(engine: "Engine | None", rows: list[tuple[int, int, str]], now: int) ->
 
 
 def _find(engine: "Engine", step: int, since: int) -> list[tuple[int, str]]:
-    from ..store.queries import requests as telemetry_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+    found: list[tuple[int, str]] = _sql().find_telemetry(engine, step, since)
+    return found
 
-    return telemetry_queries.find_telemetry(engine, step, since)
+
+def _sql() -> Any:
+    from ..store.queries import requests  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+
+    return requests
 
 
 IDLE_GAP_S: Final = 75
@@ -344,15 +347,11 @@ def _write(engine: "Engine | None", mark: Annotation, oldest: float) -> None:
     if engine is None:
         return
     try:
-        from ..store.queries import requests as mark_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
-
-        mark_queries.add_annotation(engine, mark.time, mark.kind, mark.model, mark.text, oldest)
+        _sql().add_annotation(engine, mark.time, mark.kind, mark.model, mark.text, oldest)
     except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file: a mark is lost, no more
         log.debug("telemetry mark lost: %s", str(error).splitlines()[0])
 
 
 def _find_annotations(engine: "Engine", begin: float, most: int) -> list[Annotation]:
-    from ..store.queries import requests as mark_queries  # noqa: PLC0415 - as above
-
-    rows = mark_queries.find_annotations(engine, begin, most)
+    rows = _sql().find_annotations(engine, begin, most)
     return [Annotation(time=at, kind=kind, model=model, text=text) for at, kind, model, text in rows]

@@ -26,7 +26,7 @@ from .messages import (
     StateChanged,
     TickReceived,
 )
-from .rendering import ASCII, UNICODE, wrap
+from .rendering import ASCII, DARK, NAMES, OWN, UNICODE, wrap
 from .screens.alerts import AlertsScreen
 from .screens.base import DashboardScreen
 from .screens.bench import BenchScreen
@@ -36,7 +36,6 @@ from .screens.memory import MemoryScreen
 from .screens.models import ModelsScreen
 from .screens.overview import OverviewScreen
 from .screens.requests import RequestsScreen, fact_lines, fit_lines, request_lines
-from .themes import DARK, NAMES, OWN
 from .widgets.dialogs import ChoiceDialog, ConfirmDialog, HelpDialog, InputDialog, KeyValueDialog, key_lines
 from .widgets.lines import FixedTable, LineWidget
 

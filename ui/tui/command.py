@@ -165,7 +165,7 @@ def _open(
 
 def _run(api: "Api", file: Path, theme: str | None, source: str, url: str, *, read_only: bool) -> None:
     from .app import Dashboard  # noqa: PLC0415
-    from .themes import NAMES, read_choice, remember_choice  # noqa: PLC0415
+    from .rendering import NAMES, read_choice, remember_choice  # noqa: PLC0415
 
     if theme is not None:
         if theme not in NAMES:

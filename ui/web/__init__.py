@@ -12,61 +12,22 @@ from litestar.types import ControllerRouterHandler
 
 from llmbox.app.errors import ApiError
 from llmbox.app.http.auth.guard import Access, identity_of
+from llmbox.app.http.server.request import handlers_of
 from llmbox.app.http.server.sse import EventStreamResponse, SseOptions
 
-from .pages import adapters
-from .pages.adapters import adapters_pieces
-from .pages.keys import add_key, change_limits, keys_page, revoke_key, rotate_key
-from .pages.model_detail import add_alias, model_page, plan_piece, remove_alias, template_preview
-from .pages.models import (
-    activity_page,
-    activity_pieces,
-    change_download,
-    chat_page,
-    discover_page,
-    load_model,
-    models_page,
-    models_pieces,
-    pin_model,
-    playground_page,
-    pull,
-    refresh_recommended,
-    unload_model,
-)
-from .pages.overview import (
-    first_run_page,
-    first_run_pieces,
-    memory_page,
-    memory_pieces,
-    overview_page,
-    overview_pieces,
-    telemetry_page,
-    usage_piece,
-)
-from .pages.requests import (
-    cancel_request,
-    export_csv,
-    export_json,
-    filter_of,
-    replay_request,
-    request_page,
-    requests_page,
-    requests_pieces,
-)
-from .pages.settings import review_settings, save_settings, settings_page
-from .pages.system import backup, bundle, check_update, checks_piece, purge, system_page
+from .pages import adapters, keys, model_detail, models, overview, requests, settings, system
 from .render import PageContext, PanelRequest, panel_of, show_error, static_file
 
 Pieces = Callable[[PageContext], Awaitable[dict[str, str]]]
 """Fragments of a page: HTML by the name in the page's `sse-swap`."""
 
 VIEWS: Final[dict[str, Pieces]] = {
-    "first-run": first_run_pieces,
-    "overview": overview_pieces,
-    "models": models_pieces,
-    "activity": activity_pieces,
-    "adapters": adapters_pieces,
-    "memory": memory_pieces,
+    "first-run": overview.first_run_pieces,
+    "overview": overview.overview_pieces,
+    "models": models.models_pieces,
+    "activity": models.activity_pieces,
+    "adapters": adapters.adapters_pieces,
+    "memory": overview.memory_pieces,
 }
 SHORTEST_S: Final = 0.25
 """Seconds between two updates: a thousand requests a second must not become a thousand pages a second."""
@@ -78,7 +39,7 @@ def live(request: PanelRequest, view: FromPath[str]) -> EventStreamResponse:
     """Stream the fragments of a page. The filters are those of the Requests page, taken from its URL."""
     pieces = VIEWS.get(view)
     if view == "requests":
-        pieces = requests_pieces(filter_of(request))
+        pieces = requests.requests_pieces(requests.filter_of(request))
     if pieces is None:
         raise ApiError(404, "There is no live view of that name.", "not_found")
     panel = panel_of(request)
@@ -118,52 +79,8 @@ panel_routes: list[ControllerRouterHandler] = [
     Router(
         "/admin",
         route_handlers=[
-            activity_page,
-            adapters.adapters_page,
-            adapters.add,
-            adapters.cancel,
-            adapters.remove,
-            add_alias,
-            add_key,
-            backup,
-            bundle,
-            cancel_request,
-            change_download,
-            change_limits,
-            chat_page,
-            check_update,
-            checks_piece,
-            discover_page,
-            export_csv,
-            export_json,
-            keys_page,
-            first_run_page,
             live,
-            load_model,
-            memory_page,
-            model_page,
-            models_page,
-            overview_page,
-            plan_piece,
-            playground_page,
-            pin_model,
-            refresh_recommended,
-            pull,
-            purge,
-            remove_alias,
-            replay_request,
-            request_page,
-            requests_page,
-            review_settings,
-            revoke_key,
-            rotate_key,
-            save_settings,
-            settings_page,
-            system_page,
-            telemetry_page,
-            template_preview,
-            unload_model,
-            usage_piece,
+            *handlers_of(adapters, keys, model_detail, models, overview, requests, settings, system),
         ],
         opt={"access": Access.PAGE, "form": True},
         exception_handlers={Exception: show_error},

@@ -26,7 +26,7 @@ from ...bench.measure import (
 )
 from ...bench.profile import LevelProfile, profiled
 from ...errors import CliError
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Command, Program, json_option, pass_program
 from .. import output
 from .bench_find import default_model, find_point, id_range, local_url, no_success, show_ms
 
@@ -141,7 +141,7 @@ class StreamCounts(click.ParamType[list[int]]):
     help="Maximum time of --find, in seconds.",
 )
 @click.option("--write", is_flag=True, help="Write the result of --find to the configuration.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def bench(program: Program, /, scenario: str, earlier: Path | None, *, find: bool, **options: Any) -> None:
     """Measure MODEL on a server: time to first token, time per token, throughput.

@@ -12,7 +12,7 @@ from ...config.loader import LoadedSettings, SettingOrigin, check_value, unknown
 from ...config.settings import SettingSpec, schema
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Command, Program, json_option, pass_program
 from ...util.formatting import format_setting
 from .. import output
 from ..root import CommandGroup
@@ -46,7 +46,7 @@ def config() -> None:
     "--effective", is_flag=True, help="Show the values of the running daemon, including its start flags."
 )
 @click.option("--origin", is_flag=True, help="Show where each value comes from.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def show(program: Program, section: str | None, *, effective: bool, origin: bool, as_json: bool) -> None:
     """Show all settings, or those of one SECTION."""

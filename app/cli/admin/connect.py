@@ -13,7 +13,7 @@ import click
 from ...errors import CliError, Exit
 from ...integrations.guides import GUIDES, KEY_VARIABLE, MCP_PROGRAMS, Endpoint, Guide, McpProgram
 from ...lifecycle.instance import find_running
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Command, Program, json_option, pass_program
 from ...util import formatting
 from .. import output
 
@@ -21,14 +21,24 @@ if TYPE_CHECKING:
     from ...mcp.protocol import McpServer
 
 
+class ClientChoice(click.Choice[str]):
+    """Choice of a client. For an assistant that is connected by MCP alone, the error names that command."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value in MCP_PROGRAMS and value not in self.choices:
+            title = MCP_PROGRAMS[value].title
+            self.fail(f"{title} is connected by MCP: llmbox connect mcp {value}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @click.command(cls=Command)
-@click.argument("client", required=False, metavar="[CLIENT]", type=click.Choice([*GUIDES, "mcp"]))
+@click.argument("client", required=False, metavar="[CLIENT]", type=ClientChoice([*GUIDES, "mcp"]))
 @click.argument("assistant", required=False, metavar="[ASSISTANT]", type=click.Choice(list(MCP_PROGRAMS)))
 @click.option("--model", metavar="NAME", help="Model to use; default is the first that is loaded.")
 @click.option(
     "--write", is_flag=True, help="Merge them into the client's file; a copy of the old file is kept."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option(
     "-q", "--quiet", is_flag=True, help="Without CLIENT, print names only; with CLIENT, print no hints."
 )
@@ -59,8 +69,11 @@ def connect(
         text = f"{client} takes no further name"
         raise CliError(text, "mcp alone does", f"llmbox connect mcp {assistant}", Exit.USAGE)
     if client is None:
-        if write:
-            raise CliError("which client?", "--write needs one", "llmbox connect CLIENT --write", Exit.USAGE)
+        if write or model is not None:
+            given = "--write" if write else f"--model {model}"
+            raise CliError(
+                "which client?", f"{given} needs one", f"llmbox connect CLIENT {given}", Exit.USAGE
+            )
         _list(as_json=as_json, quiet=quiet)
         return
     guide = GUIDES[client]

@@ -14,7 +14,7 @@ import click
 
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Command, Program, json_option, pass_program
 from ...store.database_file import DatabaseState, back_up, examine, open_file, schema_of, size_on_disk
 from ...util import formatting
 from .. import output
@@ -128,7 +128,7 @@ MARKS = {"ok": "ok    ", "note": "note  ", "failed": "FAILED"}
 
 
 @click.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option("-q", "--quiet", is_flag=True, help="Show only findings that need attention.")
 @click.option(
     "--bundle",
@@ -176,8 +176,8 @@ def db() -> None:
     """
 
 
-@db.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@db.command()
+@json_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; only set the exit code.")
 @pass_program
 def check(program: Program, *, as_json: bool, quiet: bool) -> int:
@@ -203,7 +203,7 @@ def _print(state: DatabaseState) -> None:
         output.say("Its schema is older than this version's: llmbox db migrate, or start the daemon.")
 
 
-@db.command(cls=Command)
+@db.command()
 @pass_program
 def vacuum(program: Program) -> None:
     """Give the space of deleted rows back to the disk."""
@@ -215,7 +215,7 @@ def vacuum(program: Program) -> None:
     output.say(f"{formatting.size(before)} before, {formatting.size(size_on_disk(path))} now.")
 
 
-@db.command(cls=Command)
+@db.command()
 @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @pass_program
 def backup(program: Program, file: Path | None) -> None:
@@ -228,7 +228,7 @@ def backup(program: Program, file: Path | None) -> None:
     output.write(str(target))
 
 
-@db.command(cls=Command)
+@db.command()
 @pass_program
 def migrate(program: Program) -> None:
     """Migrate it to this version's schema in one transaction. Every start of the daemon does so too."""

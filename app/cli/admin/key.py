@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...errors import CliError, Exit
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Program, json_option, pass_program
 from ...util import formatting
 from .. import output
 from ..output import require_consent
@@ -97,7 +97,7 @@ def key() -> None:
     """
 
 
-@key.command(cls=Command)
+@key.command()
 @click.argument("name")
 @click.option(
     "--scope",
@@ -130,7 +130,7 @@ def key() -> None:
     help="Priority: lower is served first, below 0 is premium (default 0).",
 )
 @click.option("--log-content", is_flag=True, help="Keep prompts and answers of this key in the request log.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def add(program: Program, /, *, as_json: bool, **fields: Any) -> None:
     """Create a key. Its secret is printed once, alone, on stdout."""
@@ -147,13 +147,13 @@ def add(program: Program, /, *, as_json: bool, **fields: Any) -> None:
     _print_secret(program, made, secret, as_json=as_json)
 
 
-@key.command("set", cls=Command)
+@key.command("set")
 @click.argument("name")
 @limit_options
 @click.option(
     "--priority", type=int, metavar="N", help="Priority: lower is served first, below 0 is premium."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def set_(program: Program, /, *, name: str, as_json: bool, **limits: Any) -> None:
     """Change the limits of a key; its secret stays. The value none removes a limit."""
@@ -180,9 +180,9 @@ def is_given(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
-@key.command(cls=Command)
+@key.command()
 @click.argument("name")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def rotate(program: Program, name: str, *, as_json: bool) -> None:
     """Give a key a new secret; the old one is refused from now on."""
@@ -190,7 +190,7 @@ def rotate(program: Program, name: str, *, as_json: bool) -> None:
     _print_secret(program, changed, secret, as_json=as_json)
 
 
-@key.command(cls=Command)
+@key.command()
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @pass_program
@@ -217,8 +217,8 @@ def revoke(program: Program, store: "KeyStore", name: str) -> "ApiKey":
     return gone
 
 
-@key.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@key.command()
+@json_option
 @click.option("-q", "--quiet", is_flag=True, help="Print names only.")
 @pass_program
 def ls(program: Program, *, as_json: bool, quiet: bool) -> None:

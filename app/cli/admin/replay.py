@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from ...errors import CliError
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Command, Program, json_option, pass_program
 from ...store.database_file import read_schedules
 from ...util import formatting
 from .. import output
@@ -28,7 +28,7 @@ _BAR: Final = 24
 
 @click.command(cls=Command)
 @click.argument("request_id", metavar="[ID]", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def why(program: Program, *, request_id: str | None, as_json: bool) -> None:
     """Show where the time of a finished request went: waiting, its prompt, its answer, other requests in its
@@ -126,7 +126,7 @@ class BlocksParam(click.ParamType[str]):
 )
 @click.option("--no-prefix-cache", is_flag=True, help="What if: no prefix cache.")
 @click.option("--no-priorities", is_flag=True, help="What if: all priorities equal.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def replay(
     program: Program,

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlencode
 import click
 
 from ...errors import CliError, Exit
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Command, Program, json_option, pass_program
 from ...util import formatting
 from .. import output
 from ..output import require_consent
@@ -31,7 +31,7 @@ _HIDDEN = {"prefix_end", "looked_up_tokens", "output_hash", "fingerprint", "cont
 @click.argument("request_id", metavar="ID")
 @click.option("--curl", "as_curl", is_flag=True, help="Print it as a curl command.")
 @click.option("--python", "as_python", is_flag=True, help="Print it as a Python program.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def show(program: Program, request_id: str, *, as_curl: bool, as_python: bool, as_json: bool) -> None:
     """Show one request, running or ended: its numbers, its cached tokens, and prompt and answer
@@ -48,7 +48,7 @@ def show(program: Program, request_id: str, *, as_curl: bool, as_python: bool, a
 
 @click.command(cls=Command)
 @click.argument("request_id", metavar="ID")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.pass_context
 def replay(context: click.Context, /, request_id: str, *, as_json: bool) -> None:
     """Send a request again with its seed, and compare the tokens.
@@ -78,7 +78,7 @@ def cancel(program: Program, request_id: str) -> None:
 
 
 @click.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def stored(program: Program, *, as_json: bool) -> None:
     """Show how many answers each key has stored (store: true). Only that key can read them."""

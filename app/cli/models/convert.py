@@ -25,7 +25,7 @@ from llmbox.engine.ipc.spawn import Launch
 from ...config.model_settings import CacheSettings
 from ...daemon.run import with_caches
 from ...errors import CliError, Exit
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Command, Program, json_option, pass_program
 from ...util import formatting
 from ...util.formatting import did_you_mean, format_compile_progress
 from .. import output
@@ -90,7 +90,6 @@ threads_option = click.option(
     type=click.IntRange(1, 4096),
     help="CPU threads; default: one for each physical core.",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
 @click.command(cls=Command)

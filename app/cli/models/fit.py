@@ -2,7 +2,7 @@
 the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,24 +11,16 @@ import click
 from llmbox.engine.checkpoint.adapter import Adapter, has_int8_numbers, read_adapter
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DeviceError, ModelError
-from llmbox.engine.hardware.machine import read_machine
-from llmbox.engine.model_config.config import ModelConfig
-from llmbox.engine.planning.estimator import MemoryPlan
 
 from ...control.kv_cache import limit_bytes
-from ...engines.eviction import usable_device
 from ...errors import CliError, Exit
-from ...fit.bandwidth import device_bandwidth
-from ...fit.fit import Fit, default_engine, plan_alone
-from ...fit.fit import fit as check_fit
-from ...fit.recommendations import Recommendation, recommend, slow_warning, smaller_models
+from ...fit.fit import Fit
+from ...fit.recommendations import LocalPlanner, Recommendation, slow_warning, smaller_models
 from ...fit.report import fit_rows, verdict
 from ...hub.model_info import ModelFacts, find_facts
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Command, Program, json_option, pass_program
 from ...models.adapters import find_adapter
-from ...models.catalog import hub_cache, on_disk
 from ...models.load_request import ModelRequest, with_draft_path
-from ...models.registry import read_hub_facts
 from ...util import formatting
 from .. import output
 from ..options import mmproj_option, read_flags, setting_options
@@ -56,7 +48,7 @@ FLAGS = (
 )
 @click.option("--probe", is_flag=True, help="Measure the memory bandwidth again.")
 @prediction_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def fit(
     program: Program,
@@ -104,7 +96,8 @@ def report(
     found = {text: _read_adapter(program, text) for text in adapters}
     config = replace(config, plans_adapters=config.plans_adapters or bool(found))
     try:
-        result = fit_here(program, facts, config, probe=probe)
+        kv_disk = limit_bytes(program.paths, program.settings().settings.cache)
+        result = planner(program).fit(facts, config, kv_disk=kv_disk, probe=probe)
     except DeviceError as error:
         raise CliError(f"{facts.name} cannot be served", str(error), "llmbox doctor") from error
     width = 4 if result.plan is not None and result.plan.dtype == "float32" else 2
@@ -139,59 +132,28 @@ def _read_adapter(program: Program, text: str) -> Adapter:
         ) from None
 
 
-def fit_here(program: Program, facts: ModelFacts, config: EngineConfig, *, probe: bool = False) -> Fit:
-    """Plan a model on this machine. `probe` measures the memory bandwidth again. Raises DeviceError."""
-    machine = read_machine()
-    device = usable_device(machine, config.device)
-    file = program.paths.bandwidth_file
-    return check_fit(
-        facts,
-        machine,
-        config,
-        budget_gb=program.settings().settings.memory.budget,
-        disk=hub_cache(program.environ),
-        kv_disk=limit_bytes(program.paths, program.settings().settings.cache),
-        bandwidth=device_bandwidth(machine, device, file, config.threads, refresh=probe),
-        host_bandwidth=lambda: device_bandwidth(machine, "cpu", file, config.threads, refresh=probe),
-    )
+def planner(program: Program) -> LocalPlanner:
+    return LocalPlanner(program.settings().settings, program.paths, program.environ)
 
 
 def slow_here(program: Program, facts: ModelFacts) -> str:
     """Return a sentence if a model with the default settings would answer slowly here; empty where it is
     fast, does not fit, or its speed is not known.
     """
+    here = planner(program)
     try:
-        result = fit_here(program, facts, default_engine(program.settings().settings.model))
+        result = here.fit(facts, here.engine)
     except DeviceError:
         return ""
     return slow_warning(result.speed, recommendations(program)) if result.speed else ""
 
 
-def planner(program: Program) -> Callable[[ModelConfig], tuple[MemoryPlan | None, str]]:
-    """Return a function that plans a model with the default settings, alone on this machine."""
-    settings = program.settings().settings
-    machine = read_machine()
-    engine = default_engine(settings.model)
-    return lambda config: plan_alone(config, machine, engine, settings.memory.budget)
-
-
 def recommendations(program: Program, config: EngineConfig | None = None) -> list[Recommendation]:
     """Plan the recommended models on this machine. Raises CliError where there is no such device."""
-    settings = program.settings().settings
-    machine, config = read_machine(), config or default_engine(settings.model)
     try:
-        device = usable_device(machine, config.device)
+        return planner(program).recommend(program.names, config)
     except DeviceError as error:
         raise CliError("no model can be served", str(error), "llmbox doctor") from error
-    return recommend(
-        machine,
-        config,
-        budget_gb=settings.memory.budget,
-        disk=hub_cache(program.environ),
-        bandwidth=device_bandwidth(machine, device, program.paths.bandwidth_file, config.threads),
-        present={model.ref.name for model in on_disk(program.environ, program.names)},
-        told=read_hub_facts(program.paths.recommended_file),
-    )
 
 
 def _print(result: Fit) -> None:

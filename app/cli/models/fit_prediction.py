@@ -44,64 +44,63 @@ class PredictionRequest:
     users: UserLoad | None
 
 
+_TOKENS = click.IntRange(1, _MOST_TOKENS)
+_OPTIONS = (
+    click.option(
+        "--on",
+        metavar="GPU,...",
+        help="Predict these GPUs from their data sheets instead of this machine, such as rtx4090,h100.",
+    ),
+    click.option(
+        "--price",
+        "prices",
+        metavar="GPU=X,...",
+        help="With --on: price of a GPU per hour, to show the price of a million tokens.",
+    ),
+    click.option(
+        "--prompt",
+        type=_TOKENS,
+        metavar="N",
+        help=f"With --on: prompt tokens per request ({USUAL_REQUEST.prompt}).",
+    ),
+    click.option(
+        "--output",
+        "output_tokens",
+        type=_TOKENS,
+        metavar="N",
+        help=f"With --on: output tokens per request ({USUAL_REQUEST.output}).",
+    ),
+    click.option(
+        "--plan",
+        "as_plan",
+        is_flag=True,
+        help="With --on: show step by step how many GPUs --users need.",
+    ),
+    click.option(
+        "--users",
+        type=click.IntRange(1, _MOST_USERS),
+        metavar="N",
+        help="With --plan: users that are served at the same time.",
+    ),
+    click.option(
+        "--requests-per-minute",
+        "per_minute",
+        type=click.FloatRange(0, 1e6, min_open=True),
+        metavar="X",
+        help="With --plan: requests per minute of one user (1).",
+    ),
+    click.option(
+        "--tpot-target",
+        type=click.FloatRange(0, 1e9, min_open=True),
+        metavar="MS",
+        help="With --plan: maximum milliseconds per output token.",
+    ),
+)
+
+
 def prediction_options(function: F) -> F:
     """Add the options of a prediction to a command."""
-    tokens = click.IntRange(1, _MOST_TOKENS)
-    usual = USUAL_REQUEST
-    for option in reversed(
-        (
-            click.option(
-                "--on",
-                metavar="GPU,...",
-                help="Predict these GPUs from their data sheets instead of this machine, such as "
-                "rtx4090,h100.",
-            ),
-            click.option(
-                "--price",
-                "prices",
-                metavar="GPU=X,...",
-                help="With --on: price of a GPU per hour, to show the price of a million tokens.",
-            ),
-            click.option(
-                "--prompt",
-                type=tokens,
-                metavar="N",
-                help=f"With --on: prompt tokens per request ({usual.prompt}).",
-            ),
-            click.option(
-                "--output",
-                "output_tokens",
-                type=tokens,
-                metavar="N",
-                help=f"With --on: output tokens per request ({usual.output}).",
-            ),
-            click.option(
-                "--plan",
-                "as_plan",
-                is_flag=True,
-                help="With --on: show step by step how many GPUs --users need.",
-            ),
-            click.option(
-                "--users",
-                type=click.IntRange(1, _MOST_USERS),
-                metavar="N",
-                help="With --plan: users that are served at the same time.",
-            ),
-            click.option(
-                "--requests-per-minute",
-                "per_minute",
-                type=click.FloatRange(0, 1e6, min_open=True),
-                metavar="X",
-                help="With --plan: requests per minute of one user (1).",
-            ),
-            click.option(
-                "--tpot-target",
-                type=click.FloatRange(0, 1e9, min_open=True),
-                metavar="MS",
-                help="With --plan: maximum milliseconds per output token.",
-            ),
-        )
-    ):
+    for option in reversed(_OPTIONS):
         function = option(function)
     return function
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...errors import CliError, Exit
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Command, Program, json_option, pass_program
 from ...util import formatting
 from .. import output
 from ..output import require_consent
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option(
     "--refresh", is_flag=True, help="Without TEXT: ask the hub for sizes and licenses of these models first."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option("-q", "--quiet", is_flag=True, help="Print names only.")
 @pass_program
 def search(
@@ -52,7 +52,7 @@ def search(
     progress.update(f"Asking {os.environ.get('HF_ENDPOINT') or 'the hub'}…")
     try:
         hits = search_hub(
-            Hub.of_environment(lambda text: output.say(f"  {text}")), text, limit, planner(program)
+            Hub.of_environment(lambda text: output.say(f"  {text}")), text, limit, planner(program).plan
         )
     except HubError as error:
         raise as_cli(error) from error
@@ -124,7 +124,7 @@ def _list_recommended(program: Program, *, as_json: bool, quiet: bool) -> None:
         rows.append(
             (
                 model.name + (" *" if model.default else ""),
-                model.purpose + (", vision" if model.reads_pictures and model.purpose != "vision" else ""),
+                model.purpose + (", vision" if model.reads_images and model.purpose != "vision" else ""),
                 _count(model.params),
                 ("yes" if each.fit.fits else each.fitting_quant or "no") + (", here" if each.here else ""),
                 plan.context if plan else "-",
@@ -147,7 +147,7 @@ def _list_recommended(program: Program, *, as_json: bool, quiet: bool) -> None:
 @click.command(cls=Command)
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--name", help="Name to serve a single folder under; default: the folder's name.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def adopt(program: Program, *, paths: tuple[Path, ...], name: str | None, as_json: bool) -> None:
     """Use models where they are, without copying them.
@@ -241,7 +241,7 @@ def _what_goes(program: Program, refs: Sequence[str]) -> str:
     is_flag=True,
     help="Delete all packed weights and KV cache; later loads pack again, prompts are computed again.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option("-q", "--quiet", is_flag=True, help="Print names only.")
 @pass_program
 def df(program: Program, *, prune: bool, prune_all: bool, as_json: bool, quiet: bool) -> None:
@@ -291,20 +291,7 @@ def disk_report(program: Program, packed: "PackedWeightCache") -> dict[str, Any]
 
 def print_disk_report(report: Mapping[str, Any]) -> None:
     size = formatting.size
-    models = [
-        (
-            row["name"],
-            row["source"],
-            size(row["size"]),
-            size(row["partial"]) if row["partial"] else "-",
-            row["revisions"],
-        )
-        for row in report["models"]
-    ]
-    if models:
-        output.table(("NAME", "SOURCE", "SIZE", "UNFINISHED", "REVISIONS"), models, right=(2, 3, 4))
-    else:
-        output.write("No models were downloaded or adopted.")
+    _print_models_on_disk(report["models"])
     if report["repacked"]:
         output.write("")
         output.table(
@@ -322,19 +309,11 @@ def print_disk_report(report: Mapping[str, Any]) -> None:
         )
     if report["kv_cache"]:
         output.write("")
-        output.table(
-            ("KV CACHE OF", "FORMAT", "BLOCKS", "SIZE", "LAST USED"),
-            [
-                (
-                    *_model_and_format(row),
-                    row["blocks"],
-                    size(row["size"]),
-                    formatting.clock(row["last_used"]),
-                )
-                for row in report["kv_cache"]
-            ],
-            right=(2, 3),
-        )
+        rows = [
+            (*_model_and_format(row), row["blocks"], size(row["size"]), formatting.clock(row["last_used"]))
+            for row in report["kv_cache"]
+        ]
+        output.table(("KV CACHE OF", "FORMAT", "BLOCKS", "SIZE", "LAST USED"), rows, right=(2, 3))
     output.write("")
     if report["freed"] is not None:
         output.write(f"{size(report['freed'])} of packed weights and KV cache deleted")
@@ -342,6 +321,23 @@ def print_disk_report(report: Mapping[str, Any]) -> None:
     output.write(f"{size(report['total'])} in models, {size(report['free'])} free on the disk of {folder}")
     own = report["own"]
     output.write(f"{size(own['state'])} of logs and state, {size(own['cache'])} of files safe to delete")
+
+
+def _print_models_on_disk(rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        output.write("No models were downloaded or adopted.")
+        return
+    cells = [
+        (
+            row["name"],
+            row["source"],
+            formatting.size(row["size"]),
+            formatting.size(row["partial"]) if row["partial"] else "-",
+            row["revisions"],
+        )
+        for row in rows
+    ]
+    output.table(("NAME", "SOURCE", "SIZE", "UNFINISHED", "REVISIONS"), cells, right=(2, 3, 4))
 
 
 def _model_and_format(row: Mapping[str, Any]) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import click
 from ...admin_client import TIMEOUT, ApiRefusal
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Command, Program, json_option, pass_program
 from ...models.adapters import (
     MERGE_JOB,
     add_adapter,
@@ -45,7 +45,7 @@ from .convert import run_job
 @click.option("--estimate-only", is_flag=True, help="Show how much memory it would need; load nothing.")
 @click.option("--wait/--no-wait", default=True, help="Wait until the model is ready (default).")
 @click.option("--timeout", type=click.FloatRange(0), default=600.0, metavar="S", help="Seconds to wait.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def load(
     program: Program,
@@ -155,13 +155,13 @@ def lora() -> None:
     """Manage LoRA adapters of models."""
 
 
-@lora.command("add", cls=Command)
+@lora.command("add")
 @click.argument("name")
 @click.argument("source", metavar="DIR|REPO")
 @click.option(
     "--base", metavar="MODEL", help="Base model of the adapter; default: the one named in its config."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def add(program: Program, *, name: str, source: str, base: str | None, as_json: bool) -> None:
     """Add an adapter under NAME: DIR as PEFT saves it, or REPO of the hub as org/name[@revision].
@@ -211,8 +211,8 @@ def _fetched(program: Program, name: str, source: str, base: str | None) -> Path
         line.close()
 
 
-@lora.command("list", cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@lora.command("list")
+@json_option
 @click.option("-q", "--quiet", is_flag=True, help="Print names only.")
 @pass_program
 def list_(program: Program, *, as_json: bool, quiet: bool) -> None:
@@ -243,7 +243,7 @@ def _base_shown(program: Program, base: str, memory: Mapping[str, ModelRef]) -> 
     return base
 
 
-@lora.command("rm", cls=Command)
+@lora.command("rm")
 @click.argument("name")
 @pass_program
 def rm(program: Program, *, name: str) -> None:
@@ -252,7 +252,7 @@ def rm(program: Program, *, name: str) -> None:
     output.say(f"{name} is no longer an adapter.")
 
 
-@lora.command("merge", cls=Command)
+@lora.command("merge")
 @click.argument("adapter", metavar="NAME")
 @click.option("--base", metavar="MODEL", help="Model to merge into, for an adapter that was not added.")
 @click.option(
@@ -261,7 +261,7 @@ def rm(program: Program, *, name: str) -> None:
     required=True,
     help="Folder to create.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def merge(program: Program, *, adapter: str, base: str | None, out: Path, as_json: bool) -> None:
     """Merge an adapter into its base: a model folder that transformers and vLLM load too.
@@ -301,7 +301,7 @@ def alias() -> None:
     """Manage aliases: other names of models, and variants with their own parameters."""
 
 
-@alias.command("set", cls=Command)
+@alias.command("set")
 @click.argument("name")
 @click.argument("ref")
 @click.argument("parameters", nargs=-1, metavar="[K=V]...")
@@ -318,8 +318,8 @@ def set_(program: Program, *, name: str, ref: str, parameters: tuple[str, ...]) 
     output.say(f"{name} is {ref}" + (f" with {_format_parameters(found)}" if found else "") + ".")
 
 
-@alias.command("ls", cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@alias.command("ls")
+@json_option
 @click.option("-q", "--quiet", is_flag=True, help="Print names only.")
 @pass_program
 def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
@@ -343,7 +343,7 @@ def ls(program: Program, *, as_json: bool, quiet: bool) -> None:
         output.say("No aliases. Set one: llmbox alias set NAME MODEL")
 
 
-@alias.command("rm", cls=Command)
+@alias.command("rm")
 @click.argument("name")
 @pass_program
 def remove(program: Program, *, name: str) -> None:

@@ -19,7 +19,7 @@ from llmbox import __version__
 from ...config.entries import Scalar
 from ...errors import CliError, Exit
 from ...lifecycle.instance import RunningDaemon, find_running
-from ...lifecycle.program import Command, Program, package_versions, pass_program
+from ...lifecycle.program import Command, Program, json_option, package_versions, pass_program
 from ...util import formatting
 from .. import output
 from ..models.models import print_models
@@ -28,7 +28,7 @@ from .daemon_starter import Started, start_daemon, wait_for_models
 
 
 @click.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; only set the exit code.")
 @pass_program
 def status(program: Program, *, as_json: bool, quiet: bool) -> int:

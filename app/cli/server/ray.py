@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ...errors import CliError, Exit
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Program, json_option, pass_program
 from .. import output
 from ..options import checked_alias, model_options, read_flags
 from ..root import CommandGroup
@@ -29,7 +29,7 @@ def ray() -> None:
     """Run replicas of a model under Ray Serve."""
 
 
-@ray.command("deploy", cls=Command)
+@ray.command("deploy")
 @click.argument("model")
 @model_options
 @_address
@@ -105,10 +105,10 @@ def deploy(
     return Exit.OK
 
 
-@ray.command("status", cls=Command)
+@ray.command("status")
 @_address
 @_timeout
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def status(_program: Program, /, address: str, timeout: float, *, as_json: bool) -> int:
     """Show the applications, their deployments and replicas; exit 3 if no Ray answers."""
@@ -128,7 +128,7 @@ def status(_program: Program, /, address: str, timeout: float, *, as_json: bool)
     return Exit.OK
 
 
-@ray.command("delete", cls=Command)
+@ray.command("delete")
 @_name
 @_address
 @_timeout

@@ -28,7 +28,7 @@ from ...diagnostics.systemd import (
 )
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Command, Program, json_option, pass_program
 from ...util import formatting
 from ...util.atomic_file import write_whole
 from .. import output
@@ -59,7 +59,7 @@ def service() -> None:
     """
 
 
-@service.command(cls=Command)
+@service.command()
 @scope_option
 @click.option("--print", "only_print", is_flag=True, help="Print the unit; change nothing.")
 @pass_program
@@ -93,9 +93,9 @@ def install(program: Program, *, system: bool | None, only_print: bool) -> None:
         output.say("  It ends when you log out, unless: loginctl enable-linger")
 
 
-@service.command(cls=Command)
+@service.command()
 @scope_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; only set the exit code.")
 @pass_program
 def status(program: Program, *, system: bool | None, as_json: bool, quiet: bool) -> int:
@@ -109,7 +109,7 @@ def status(program: Program, *, system: bool | None, as_json: bool, quiet: bool)
     return Exit.OK if facts["active"] == "active" else Exit.UNREACHABLE
 
 
-@service.command("uninstall", cls=Command)
+@service.command("uninstall")
 @scope_option
 @pass_program
 def uninstall_unit(program: Program, *, system: bool | None) -> None:

@@ -25,7 +25,7 @@ from ...config.settings import schema
 from ...errors import CliError, Exit
 from ...http.server.sockets import NetworkAddress, lan_addresses
 from ...lifecycle.instance import RunningDaemon, find_running
-from ...lifecycle.program import Command, Program, pass_program
+from ...lifecycle.program import Command, Program, json_option, pass_program
 from ...util.atomic_file import write_whole
 from .. import output
 from ..admin.key import forget_stored, revoke
@@ -59,7 +59,7 @@ START_TIMEOUT = 600.0
 )
 @click.option("--mdns/--no-mdns", default=None, help="Announce the daemon on the network; default: no.")
 @click.option("--yes", is_flag=True, help="Do not ask: use HTTPS, no announcement, restart the daemon.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pass_program
 def share(
     program: Program,

@@ -60,34 +60,17 @@ def _on_disk(control: DaemonController) -> list[dict[str, Any]]:
 
 
 def _fit(control: DaemonController, model: str, *, probe: bool) -> dict[str, Any]:
-    from llmbox.engine.hardware.machine import read_machine  # noqa: PLC0415
-
     from ...control.kv_cache import limit_bytes  # noqa: PLC0415
-    from ...engines.eviction import usable_device  # noqa: PLC0415
-    from ...fit.bandwidth import device_bandwidth  # noqa: PLC0415
-    from ...fit.fit import fit as check  # noqa: PLC0415
     from ...fit.report import fit_rows, verdict  # noqa: PLC0415
     from ...hub.model_info import find_facts  # noqa: PLC0415 - imports what only this needs
     from ...models.load_request import ModelRequest  # noqa: PLC0415
 
     facts, ref = find_facts(model, os.environ, control.library.registry.read(), control.in_memory())
-    settings = control.services.settings
-    config = ModelRequest(ref, None, {}).config(settings.model)
-    machine = read_machine()
-    device = usable_device(machine, config.device)
-    file = control.services.paths.bandwidth_file
-    result = check(
-        facts,
-        machine,
-        config,
-        budget_gb=settings.memory.budget,
-        disk=control.services.paths.state_dir,
-        kv_disk=limit_bytes(control.services.paths, settings.cache),
-        bandwidth=device_bandwidth(machine, device, file, config.threads, refresh=probe),
-        host_bandwidth=lambda: device_bandwidth(machine, "cpu", file, config.threads, refresh=probe),
-    )
-    words = {"verdict": verdict(result), **fit_rows(result)}
-    return {**result.as_dict(), "words": words}
+    services = control.services
+    config = ModelRequest(ref, None, {}).config(services.settings.model)
+    kv_disk = limit_bytes(services.paths, services.settings.cache)
+    result = control.library.planner.fit(facts, config, kv_disk=kv_disk, probe=probe)
+    return {**result.as_dict(), "words": {"verdict": verdict(result), **fit_rows(result)}}
 
 
 MOST_HITS = 50

@@ -18,13 +18,13 @@ from ...util.threads import off_loop
 from ..openai.completions import prompt_ids, with_prompt
 from ..openai.embeddings import (
     PooledPrompts,
+    PoolingFields,
     build_pooling_generation,
     check_dimensions,
     check_inputs,
     pool,
 )
 from ..openai.request_context import RequestContext, inference_route
-from ..openai.sampling import public_id
 from ..openai.unsupported import unknown_fields
 from ..server.request import StrictRequest
 from ..server.sse import EventStreamResponse, while_connected
@@ -125,9 +125,8 @@ async def _answer_embeddings(
             warnings += await _truncate(prompts, texts, model)
     if seconds is not None:
         warnings += keep_for(control, call.caller, model.name, seconds)
-    id_ = public_id("embd", None, call.exchange, call.gateway)
     generation = build_pooling_generation(
-        call, model, prompts, id_=id_, reservation=reservation, prompt_param=param
+        call, PoolingFields(), model, prompts, reservation, prefix="embd", prompt_param=param
     )
     pooled = await while_connected(request.receive, pool(call.gateway, generation))
 

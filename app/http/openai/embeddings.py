@@ -9,9 +9,10 @@ from typing import Annotated, Final
 import msgspec
 from litestar import Response
 from litestar.params import Body
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 
 from llmbox.engine.errors import ModelError
+from llmbox.engine.ipc.messages import ModelInfo
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.sampling_params import Pooling, SamplingParams
 
@@ -34,14 +35,13 @@ from ...util.threads import off_loop
 from ..server.request import StrictRequest
 from .completions import prompt_ids, prompt_items, with_prompt
 from .request_context import (
-    Deadlines,
     RequestContext,
     answer,
     check_prompts,
     inference_route,
     truncate_prompts,
 )
-from .request_types import EmbeddingRequest, RerankRequest
+from .request_types import EmbeddingRequest, Name, Priority, RequestId, RerankRequest, Salt, Tag
 from .response_types import (
     Embedding,
     EmbeddingList,
@@ -55,6 +55,16 @@ from .unsupported import refuse_unsupported
 
 MAX_INPUTS: Final = 2048
 """OpenAI's limit."""
+
+
+class PoolingFields(Struct, kw_only=True):
+    """Fields of requests for scores and classes."""
+
+    model: Name | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    request_id: RequestId | None = None
+    user: Tag | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +82,7 @@ async def prepare_embeddings(call: RequestContext, body: EmbeddingRequest) -> Ge
     refuse_unsupported(body)
     items = prompt_items(body.input, "input")
     check_inputs(items, "input")
-    model = await call.find_model(body.model, Deadlines.of(call).next)
+    model = await call.find_model(body.model)
     check_dimensions(body.dimensions, model)
     task, instruction = await find_task(model, body.task)
     if body.prompt_name is None and task is not None:
@@ -83,15 +93,7 @@ async def prepare_embeddings(call: RequestContext, body: EmbeddingRequest) -> Ge
     reservation = call.reserve(model, len(items), pools=True)
     prompts = await prompt_ids(items, "input", model, special=special)
     prompts, _ = truncate_prompts(prompts, body.truncate_prompt_tokens, None, model)
-    generation = build_pooling_generation(
-        call,
-        model,
-        prompts,
-        id_=public_id("embd", body.request_id, call.exchange, call.gateway),
-        reservation=reservation,
-        priority=body.priority,
-        cache_salt=body.cache_salt or "",
-    )
+    generation = build_pooling_generation(call, body, model, prompts, reservation, prefix="embd")
     return replace(generation, params=replace(generation.params, task=task))
 
 
@@ -142,57 +144,45 @@ def check_dimensions(dimensions: int | None, model: LoadedModel) -> None:
 
 def build_pooling_generation(
     call: RequestContext,
+    body: EmbeddingRequest | RerankRequest | PoolingFields,
     model: LoadedModel,
     prompts: list[list[int]],
-    *,
-    id_: str,
     reservation: QueueReservation,
-    priority: int | None = None,
-    cache_salt: str = "",
+    *,
+    prefix: str,
+    pooling: Pooling | None = None,
     prompt_param: str = "input",
 ) -> Generation:
-    """Build a pooling generation as the model's folder declares it. Raises ApiError 400."""
+    """Build a pooling generation. `pooling` holds for decoders: of an encoder the head runs, or the pooling
+    that its folder declares. None: vectors as the folder declares them.
+
+    `prefix`: of the answer's id. Raises ApiError 400.
+    """
     info = model.supervisor.info
     assert info is not None
+    if pooling is None:
+        _require_embeddings(model.name, info)
+    if pooling is None or info.pooling in {"embed", "classify"}:
+        pooling = info.pooling
+    return Generation(
+        id=public_id(prefix, body.request_id, call.exchange, call.gateway),
+        model=model,
+        prompts=prompts,
+        params=SamplingParams(max_tokens=0, pooling=pooling),
+        **call.caller_fields(body.priority, body.cache_salt),
+        reservation=reservation,
+        prompt_param=prompt_param,
+    )
+
+
+def _require_embeddings(name: str, info: ModelInfo) -> None:
     problem = info.pooling_problem
     if info.num_labels:
         problem = "it scores texts, at /v1/rerank if it has one label and at /classify"
     if problem:
         raise ApiError(
-            400,
-            f"{model.name} cannot make embeddings: {problem}.",
-            code="embeddings_not_supported",
-            param="model",
+            400, f"{name} cannot make embeddings: {problem}.", code="embeddings_not_supported", param="model"
         )
-    return pooled(call, model, prompts, info.pooling, id_, reservation, priority, cache_salt, prompt_param)
-
-
-def pooled(
-    call: RequestContext,
-    model: LoadedModel,
-    prompts: list[list[int]],
-    pooling: Pooling,
-    id_: str,
-    reservation: QueueReservation,
-    priority: int | None,
-    cache_salt: str,
-    prompt_param: str,
-) -> Generation:
-    """Build a pooling generation. `pooling` holds for decoders: of an encoder the head runs, or the pooling
-    that its folder declares.
-    """
-    info = model.supervisor.info
-    assert info is not None
-    pooling = info.pooling if info.pooling in {"embed", "classify"} else pooling
-    return Generation(
-        id=id_,
-        model=model,
-        prompts=prompts,
-        params=SamplingParams(max_tokens=0, pooling=pooling),
-        **call.caller_fields(priority, cache_salt),
-        reservation=reservation,
-        prompt_param=prompt_param,
-    )
 
 
 async def pool(gateway: Gateway, generation: Generation) -> PooledPrompts:
@@ -275,9 +265,16 @@ async def prepare_rerank(call: RequestContext, body: RerankRequest) -> CheckedRe
     else:
         prompts = await build_rerank_prompts(templates, model.text, body.query, documents, body.instruction)
     check_prompts(prompts, "documents", model)
-    id_ = public_id("rerank", body.request_id, call.exchange, call.gateway)
-    salt = body.cache_salt or ""
-    generation = pooled(call, model, prompts, "last", id_, reservation, body.priority, salt, "documents")
+    generation = build_pooling_generation(
+        call,
+        body,
+        model,
+        prompts,
+        reservation,
+        prefix="rerank",
+        pooling="last",
+        prompt_param="documents",
+    )
     return CheckedRerank(replace(generation, pair_starts=pair_starts), judge, documents, cut)
 
 

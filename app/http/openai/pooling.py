@@ -31,6 +31,7 @@ from ..server.request import StrictRequest
 from .completions import prompt_ids, prompt_items, with_prompt
 from .embeddings import (
     PooledPrompts,
+    PoolingFields,
     build_pooling_generation,
     check_dimensions,
     check_inputs,
@@ -38,30 +39,18 @@ from .embeddings import (
     find_reranker,
     has_encoder_head,
     pool,
-    pooled,
 )
 from .request_context import (
-    Deadlines,
     RequestContext,
     answer,
     check_prompts,
     inference_route,
     truncate_prompts,
 )
-from .request_types import EmbeddingRequest, Name, Priority, RequestId, Salt, Tag, TokenId, TruncateTo
+from .request_types import EmbeddingRequest, TokenId, TruncateTo
 from .response_types import EmbeddingUsage
-from .sampling import invalid, public_id
+from .sampling import invalid
 from .unsupported import refuse_unsupported
-
-
-class PoolingFields(Struct, kw_only=True):
-    """Fields of requests for scores and classes."""
-
-    model: Name | None = None
-    priority: Priority | None = None
-    cache_salt: Salt | None = None
-    request_id: RequestId | None = None
-    user: Tag | None = None
 
 
 class PooledAnswer(Struct, kw_only=True):
@@ -144,21 +133,13 @@ async def prepare_score(call: RequestContext, body: ScoreRequest) -> ScoreCall:
     left, right = (_texts(body, name) for name in ("text_1", "text_2"))
     if len(left) not in {1, len(right)}:
         raise invalid("text_1", f"it must be one text, or as many texts as 'text_2' ({len(right)})")
-    model = await call.find_model(body.model, Deadlines.of(call).next)
+    model = await call.find_model(body.model)
     reservation = call.reserve(model, len(left) + len(right), pools=True)
-    id_ = public_id("score", body.request_id, call.exchange, call.gateway)
     judge = await _find_pair_reranker(model)
     if judge is None:
         prompts = await prompt_ids([*left, *right], "text_2", model, special=True)
         generation = build_pooling_generation(
-            call,
-            model,
-            prompts,
-            id_=id_,
-            reservation=reservation,
-            priority=body.priority,
-            cache_salt=body.cache_salt or "",
-            prompt_param="text_2",
+            call, body, model, prompts, reservation, prefix="score", prompt_param="text_2"
         )
         firsts = range(len(left)) if len(left) > 1 else [0] * len(right)
         return ScoreCall(generation, None, list(zip(firsts, range(len(left), len(prompts)), strict=True)))
@@ -169,8 +150,9 @@ async def prepare_score(call: RequestContext, body: ScoreRequest) -> ScoreCall:
     else:
         prompts = await _build_pair_prompts(call, model, left, right, body.instruction)
     check_prompts(prompts, "text_2", model)
-    salt = body.cache_salt or ""
-    generation = pooled(call, model, prompts, "last", id_, reservation, body.priority, salt, "text_2")
+    generation = build_pooling_generation(
+        call, body, model, prompts, reservation, prefix="score", pooling="last", prompt_param="text_2"
+    )
     return ScoreCall(replace(generation, pair_starts=pair_starts), judge, [])
 
 
@@ -247,7 +229,7 @@ async def require_classifier(model: LoadedModel) -> Classifier:
 async def prepare_pooling(call: RequestContext, body: PoolingRequest) -> tuple[Generation, Classifier | None]:
     """Check a request and build its generation. Raises ApiError."""
     refuse_unsupported(body)
-    model = await call.find_model(body.model, Deadlines.of(call).next)
+    model = await call.find_model(body.model)
     classes = await find_classifier(model) if body.task != "embed" else None
     if body.task == "classify" and classes is None:
         raise not_a_classifier()
@@ -335,7 +317,11 @@ def _scores(prepared: ScoreCall, vectors: Sequence[bytes]) -> list[float]:
 
 
 async def _inputs(
-    call: RequestContext, body: Any, model: LoadedModel, prefix: str, pooling: Pooling | None
+    call: RequestContext,
+    body: ClassifyRequest | PoolingRequest,
+    model: LoadedModel,
+    prefix: str,
+    pooling: Pooling | None,
 ) -> Generation:
     """Build the generation of `input`. `pooling`: None for the one that the model's folder declares."""
     items = prompt_items(body.input, "input")
@@ -345,13 +331,7 @@ async def _inputs(
     reservation = call.reserve(model, len(items), pools=True)
     prompts = await prompt_ids(items, "input", model, special=body.add_special_tokens is not False)
     prompts, _ = truncate_prompts(prompts, body.truncate_prompt_tokens, None, model)
-    id_ = public_id(prefix, body.request_id, call.exchange, call.gateway)
-    salt = body.cache_salt or ""
-    if pooling is not None:
-        return pooled(call, model, prompts, pooling, id_, reservation, body.priority, salt, "input")
-    return build_pooling_generation(
-        call, model, prompts, id_=id_, reservation=reservation, priority=body.priority, cache_salt=salt
-    )
+    return build_pooling_generation(call, body, model, prompts, reservation, prefix=prefix, pooling=pooling)
 
 
 @inference_route("/v1/score", "score", "createScore")
@@ -378,7 +358,7 @@ async def classify_texts(
     """Return the probability of each class, from a classification model."""
 
     async def prepare(call: RequestContext) -> tuple[LoadedModel, Classifier]:
-        model = await call.find_model(data.model, Deadlines.of(call).next)
+        model = await call.find_model(data.model)
         return model, await require_classifier(model)
 
     return await answer(request, prepare, lambda call, made: classify(call, data, *made))

@@ -111,7 +111,7 @@ async def chat_completions(
     """Generate the model's next message in a conversation; server-sent events with `stream`."""
 
     async def prepare(call: RequestContext) -> tuple[ChatCall, Store | None]:
-        store = Store.wanted(call, "chat", data, call.plain["messages"])
+        store = Store.of(call, "chat", data.metadata, call.plain["messages"]) if data.store else None
         return await prepare_chat(call, data), store
 
     return await answer(

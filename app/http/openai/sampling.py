@@ -233,7 +233,7 @@ def append_completion_entry(
     """Append one token. The chosen token is always among the alternatives. The first token of a prompt has no
     logprobs: None.
     """
-    label = _id_label if as_ids else lambda id_: _label(tokens.inner(id_))
+    label = _id_label if as_ids else lambda id_: _label(tokens[id_])
     result.text_offset.append(offset)
     result.tokens.append(label(token_id))
     if logprobs is None:
@@ -261,7 +261,7 @@ def _prompt_entry(
     ranked = {id_: (value, rank) for rank, (id_, value) in enumerate(entry.top[:top], 1)}
     ranked[token_id] = (entry.logprob, entry.rank)
     return {
-        str(id_): PromptTokenLogprob(_finite(value), rank, token_label(tokens.inner(id_)))
+        str(id_): PromptTokenLogprob(_finite(value), rank, token_label(tokens[id_]))
         for id_, (value, rank) in ranked.items()
     }
 
@@ -270,7 +270,7 @@ def _chat_entry(entry: TokenEntry, tokens: TokenBytes, *, as_ids: bool) -> Token
     def label(id_: int, data: bytes) -> str:
         return _id_label(id_) if as_ids else token_label(data)
 
-    ranked = ((id_, tokens.inner(id_), value) for id_, value in entry.logprobs.top)
+    ranked = ((id_, tokens[id_], value) for id_, value in entry.logprobs.top)
     top = [TopLogprob(label(id_, data), _finite(value), list(data)) for id_, data, value in ranked]
     chosen = label(entry.logprobs.token_id, entry.data)
     return TokenLogprob(chosen, _finite(entry.logprobs.logprob), list(entry.data), top)

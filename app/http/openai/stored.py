@@ -88,19 +88,15 @@ class Store:
     previous: str = ""
 
     @classmethod
-    def wanted(
+    def of(
         cls,
         call: RequestContext,
         kind: Kind,
-        body: Any,
+        metadata: Mapping[str, str] | None,
         items: Sequence[Any],
         previous: str = "",
-    ) -> "Store | None":
-        """Return the slot; None where `body` does not ask for storage. Raises ApiError 400 where it cannot be
-        honored.
-        """
-        if not body.store:
-            return None
+    ) -> "Store":
+        """Return the slot. Raises ApiError 400 where nothing is stored here."""
         if not call.services.settings.requests.store:
             raise ApiError(
                 400,
@@ -108,7 +104,7 @@ class Store:
                 code="unsupported_parameter",
                 param="store",
             )
-        metadata = body.metadata or {}
+        metadata = metadata or {}
         check_metadata(metadata)
         return cls(
             answers=call.services.stored,

@@ -319,7 +319,10 @@ async def responses(
     call = await RequestContext.of(request)
     with call.recording_refusals():
         check_background(data)
-        store = Store.wanted(call, "response", data, items_of(data.input), data.previous_response_id or "")
+        store = None
+        if data.store:
+            earlier = data.previous_response_id or ""
+            store = Store.of(call, "response", data.metadata, items_of(data.input), earlier)
         prepared = await prepare_response(call, data, store)
     if data.background and store is not None:
         live = start_background(call, prepared, store)

@@ -1,10 +1,11 @@
-"""Request class of the handlers: strict JSON, an id, and the connection it came over."""
+"""Route handlers and the class of their requests: strict JSON, an id, and the connection it came over."""
 
 import asyncio
 import json
 import re
 from collections.abc import Sequence
 from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from urllib.parse import parse_qsl
 
@@ -12,6 +13,7 @@ import msgspec
 from litestar import Request
 from litestar.connection import ASGIConnection
 from litestar.datastructures import State
+from litestar.handlers import HTTPRouteHandler
 from litestar.types import Scope
 from msgspec import inspect
 
@@ -21,6 +23,14 @@ if TYPE_CHECKING:
     from ...services import Services
 
 T = TypeVar("T")
+
+
+def handlers_of(*modules: ModuleType) -> list[HTTPRouteHandler]:
+    """Return the route handlers that these modules define."""
+    found = (each for module in modules for each in vars(module).values())
+    names = {module.__name__ for module in modules}
+    return [each for each in found if isinstance(each, HTTPRouteHandler) and each.fn.__module__ in names]
+
 
 _MAX_KEYS, _MAX_VALUES = 50_000, 300_000
 """Bounds of a whole body: one call of the parser holds the interpreter lock (measured: 1 s per 1,000,000

@@ -40,8 +40,12 @@ BYTE_ALPHABET = {byte: char for char, byte in _BYTES.items()}
 """Printable stand-ins of byte-level tokens, by bytes."""
 
 
-class TokenBytes:
-    """Bytes of every token. `strip` is (character, most of them) dropped where a text begins."""
+class TokenBytes(dict[int, bytes]):
+    """Bytes of tokens inside a text, by id, each computed when it is first asked for. Empty for ids that the
+    tokenizer does not know (padding of the vocabulary).
+
+    `strip` is (character, most of them) dropped where a text begins.
+    """
 
     def __init__(self, tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> None:
         self._tokenizer = tokenizer
@@ -56,28 +60,16 @@ class TokenBytes:
             raise ModelError("tokenizer.json: its decoder makes tokens many times longer than they are")
         for step in steps:
             self._add(step)
-        self.cache = _TokenCache(self._make)
-        """Bytes of tokens inside a text, by id."""
 
-    def inner(self, token_id: int) -> bytes:
-        """Return a token's bytes inside a text. Empty for ids that the tokenizer does not know (padding of
-        the vocabulary).
-        """
-        return self.cache[token_id]
+    def __missing__(self, token_id: int) -> bytes:
+        self[token_id] = data = self.compute(token_id)
+        return data
 
-    def compute(self, token_id: int) -> bytes:
-        """Compute a token's bytes without caching them, for callers that ask for all of them once. See
-        `inner`.
-        """
-        return self._make(token_id, False)
-
-    def first(self, token_id: int) -> bytes:
-        return self._make(token_id, True)
-
-    def __contains__(self, token_id: int) -> bool:
+    def is_known(self, token_id: int) -> bool:
         return self._tokenizer.id_to_token(token_id) is not None
 
-    def _make(self, token_id: int, first: bool) -> bytes:
+    def compute(self, token_id: int, *, first: bool = False) -> bytes:
+        """Compute a token's bytes without keeping them. `first`: of a token that begins a text."""
         token: str | None = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -112,17 +104,6 @@ class TokenBytes:
                     f"tokenizer.json: its decoder {other!r} is not supported; supported are ByteLevel, "
                     "ByteFallback, Metaspace, WordPiece, Replace, Strip and Fuse"
                 )
-
-
-class _TokenCache(dict[int, bytes]):
-    """Bytes of tokens, computed when they are first asked for."""
-
-    def __init__(self, make: Callable[[int, bool], bytes]) -> None:
-        self._make = make
-
-    def __missing__(self, token_id: int) -> bytes:
-        self[token_id] = data = self._make(token_id, False)
-        return data
 
 
 def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -181,9 +162,9 @@ class Detokenizer:
         """Return the text that this token finishes; empty while a character is incomplete."""
         if token_id in self._skipped:
             return ""
-        data = self._tokens.cache[token_id]
-        if self._first and token_id in self._tokens:
-            data = self._tokens.first(token_id)
+        data = self._tokens[token_id]
+        if self._first and self._tokens.is_known(token_id):
+            data = self._tokens.compute(token_id, first=True)
             self._first = False
         if self._held:
             data = self._held + data

@@ -125,7 +125,7 @@ class TextModel:
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, for people: special tokens by name, broken UTF-8 replaced."""
-        return self.tokens.inner(token_id).decode("utf-8", "replace")
+        return self.tokens[token_id].decode("utf-8", "replace")
 
     async def render_chat(self, pool: TemplatePool, chat: Chat) -> RenderedChat:
         if self.chat_template is None:

@@ -9,9 +9,9 @@ from textual.widgets import OptionList
 from llmbox.app.telemetry.snapshot import Alert, Tick, find_alerts
 from llmbox.ui.tui.app import SCREENS
 from llmbox.ui.tui.messages import DashboardState
+from llmbox.ui.tui.rendering import DARK, NAMES, TONES, read_choice, remember_choice, styles
 from llmbox.ui.tui.screens.base import TITLES
 from llmbox.ui.tui.screens.logs import split_model
-from llmbox.ui.tui.themes import DARK, NAMES, TONES, read_choice, remember_choice, styles
 from llmbox.ui.tui.widgets.dialogs import ChoiceDialog, KeyValueDialog
 from llmbox.ui.tui.widgets.lines import FixedTable
 from support.snapshots import engine, failing_tick, live_request, tick

@@ -18,8 +18,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
 
-from ..rendering import UNICODE, Glyphs, Line, Span, clean, count, fit
-from ..themes import styles
+from ..rendering import UNICODE, Glyphs, Line, Span, clean, count, fit, styles
 
 
 class LineWidget(Widget):

@@ -348,7 +348,7 @@ def _look(panel: PageContext) -> tuple[Machine, list[ModelChoice]]:
 def _candidate(panel: PageContext, disk: DiskModel, states: dict[str, str]) -> ModelChoice:
     state = states.get(disk.ref.ref, "")
     try:
-        plan, reason = panel.control.library.plan(parse_config(disk.ref.path))
+        plan, reason = panel.control.library.planner.plan(parse_config(disk.ref.path))
     except EngineError as error:
         return ModelChoice(disk, None, str(error), state)
     return ModelChoice(disk, plan, reason, state)

@@ -113,7 +113,7 @@ async def test_every_kind_of_tokenizer_can_write_json(pool, text, kind):
     constraint = known.constraint(SamplingParams(max_tokens=1, grammar=grammar, stop_token_ids=(0,)), 0)
     mask = constraint.allowed([])
     begun = [i for i in range(text.vocab_size) if mask[i // 8] >> i % 8 & 1]
-    assert all(text.tokens.inner(i).startswith(b"{") for i in begun)
+    assert all(text.tokens[i].startswith(b"{") for i in begun)
     assert not text.tokens.special_ids.intersection(begun)
 
 
