@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -19,7 +20,8 @@ from ..config import EngineConfig
 from ..distributed.shm_communicator import PeerSockets, make_ends
 from ..distributed.step_codec import Frame, Link
 from ..errors import EngineError, RankLost
-from ..hardware.proc import read_state
+from ..hardware.proc import can_fork, fork_child, num_threads, read_state
+from ..ipc.spawn import ForkedProcess
 from ..model_config.parallel_layout import ParallelLayout
 from ..planning.memory_plan import MemoryPlan
 
@@ -45,7 +47,7 @@ class WorkerLoadFailed(EngineError):  # noqa: N818 - named for what happened
 @dataclass(frozen=True, slots=True)
 class Worker:
     rank: int
-    process: "subprocess.Popen[bytes]"
+    process: ForkedProcess | subprocess.Popen[bytes]
     link: Link
 
 
@@ -107,7 +109,7 @@ class WorkerBarrier:
         return frame.body
 
 
-def _end_of(process: "subprocess.Popen[bytes]") -> str:
+def _end_of(process: ForkedProcess | subprocess.Popen[bytes]) -> str:
     try:
         code = process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
@@ -122,7 +124,8 @@ def _end_of(process: "subprocess.Popen[bytes]") -> str:
     )
 
 
-COMMAND: Final = (sys.executable, "-P", "-m", "llmbox.engine.process.worker_main")
+MODULE: Final = "llmbox.engine.process.worker_main"
+COMMAND: Final = (sys.executable, "-P", "-m", MODULE)
 
 Transport = Literal["mesh", "gloo", "nccl"]
 """Transport of the collectives: shared memory, gloo or NCCL."""
@@ -152,7 +155,7 @@ class WorkerGroup:
         for rank, ends in enumerate(others, 1):
             self.block_events.append(os.eventfd(0, os.EFD_CLOEXEC))
             blocks = self.shared_blocks, self.block_events[-1]
-            worker = spawn(rank, ends, blocks)
+            worker = start_worker(rank, ends, blocks)
             self.processes.append(worker)
             body = {"config": asdict(config), "plan": asdict(plan), "rank": rank, "ends": asdict(ends)}
             body["blocks"] = blocks
@@ -225,18 +228,30 @@ class WorkerGroup:
             self._folder = None
 
 
-def spawn(rank: int, ends: PeerSockets, blocks: tuple[int, ...] = ()) -> Worker:
+def start_worker(rank: int, ends: PeerSockets, blocks: tuple[int, ...] = ()) -> Worker:
     """Start a worker in this process group, so that a signal to the group reaches all ranks. `blocks`:
-    descriptors for KV blocks.
+    descriptors for KV blocks. It is forked where it can be, as importing torch takes half a second.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:
-        process = subprocess.Popen(  # noqa: S603 - the command is ours
-            [*COMMAND, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), *ends.all, *blocks),
-        )
+        start = _fork if can_fork() and num_threads() == 1 else _spawn
+        process = start(theirs.fileno(), *ends.all, *blocks)
     return Worker(rank, process, Link(ours))
+
+
+def _fork(link: int, *files: int) -> ForkedProcess:
+    main = import_module(MODULE).main
+    arguments = _arguments(link)
+    return ForkedProcess(fork_child(lambda: main(arguments), (link, *files)))
+
+
+def _spawn(link: int, *files: int) -> "subprocess.Popen[bytes]":
+    command = [*COMMAND, *_arguments(link)]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(link, *files))  # noqa: S603 - ours
+
+
+def _arguments(link: int) -> list[str]:
+    return ["--fd", str(link), "--parent", str(os.getpid())]
 
 
 def all_min_on_worker(link: Link, number: int) -> int:

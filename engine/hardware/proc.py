@@ -2,12 +2,15 @@
 
 import atexit
 import ctypes
+import gc
 import logging
 import os
 import platform
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
@@ -117,6 +120,8 @@ def bind_to_parent(parent: int) -> None:
         raise SystemExit(0)
 
 
+_CRASHED: Final = 70  # EX_SOFTWARE
+_STDERR: Final = 2
 _CLONE_PARENT: Final = 0x8000
 _SYS_CLONE: Final = {"x86_64": 56, "aarch64": 220}
 _PINS: Final = frozenset({"OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"})
@@ -130,6 +135,40 @@ def can_fork() -> bool:
     """
     is_known = sys.platform == "linux" and platform.machine() in _SYS_CLONE
     return is_known and not any(map(Path.exists, NVIDIA_FILES)) and not _PINS & os.environ.keys()
+
+
+def num_threads() -> int:
+    """Return the number of threads of this process, those of libraries included."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def fork_child(run: Callable[[], int], keep: Collection[int]) -> int:
+    """Fork a child, which ends with the exit status that `run` returns; return its pid.
+
+    Of this process it has the imports and the environment, but no files other than the standard ones and
+    `keep`, no context variables and no tasks of `at_exit`. This process must have no other threads. Raises
+    OSError.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # else both processes would write what waits there
+    pid = os.fork()
+    if pid:
+        return pid
+    code = _CRASHED
+    try:
+        gc.freeze()  # shares memory with the parent, and keeps objects whose files are closed here
+        _unfinished.clear()
+        for fd in [int(file.name) for file in Path("/proc/self/fd").iterdir()]:
+            if fd > _STDERR and fd not in keep:
+                with suppress(OSError):  # that of the listing is gone
+                    os.close(fd)
+        code = Context().run(run)
+    except SystemExit:
+        code = 0  # the parent is gone: `bind_to_parent`
+    except BaseException:
+        log.exception("a forked process stops after an error")
+    finally:
+        exit_process(code)
 
 
 def fork_sibling() -> int:

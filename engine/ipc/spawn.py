@@ -8,6 +8,7 @@ kernels are compiled. The last line is {"report": ...} or {"error": {"code", "me
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -56,7 +57,7 @@ class Launch:
 
 
 class ForkedProcess:
-    """Child of this process that a fork server made, with the methods of `subprocess.Popen` that are used."""
+    """Forked child of this process, with the methods of `subprocess.Popen` that are used."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -65,7 +66,10 @@ class ForkedProcess:
     def poll(self) -> int | None:
         return self._reap(os.WNOHANG)
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status as Popen does. Raises TimeoutExpired after `timeout` seconds."""
+        if timeout is not None and self.poll() is None:
+            self._await_end(timeout)
         self._reap(0)
         assert self.returncode is not None
         return self.returncode
@@ -73,6 +77,15 @@ class ForkedProcess:
     def kill(self) -> None:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
+
+    def _await_end(self, seconds: float) -> None:
+        ended, poll = os.pidfd_open(self.pid), select.poll()
+        try:
+            poll.register(ended, select.POLLIN)
+            if not poll.poll(seconds * 1000):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", seconds)
+        finally:
+            os.close(ended)
 
     def _reap(self, options: int) -> int | None:
         if self.returncode is None:

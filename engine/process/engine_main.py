@@ -31,7 +31,7 @@ from ..config import EngineConfig
 from ..errors import EngineError
 from ..hardware.gpus import name_gpus
 from ..hardware.machine import read_machine
-from ..hardware.proc import bind_to_parent, exit_process, fork_sibling, log_to_stderr
+from ..hardware.proc import bind_to_parent, exit_process, fork_sibling, log_to_stderr, num_threads
 from ..ipc.channel import Channel, DaemonGone
 from ..ipc.handover_messages import Prefill, TakenSlots
 from ..ipc.messages import (
@@ -168,11 +168,6 @@ def prepare_forks() -> bool:
         return False
     open_kernels(lambda _: None)
     return True
-
-
-def num_threads() -> int:
-    """Return the number of threads of this process, those of libraries included."""
-    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def serve(engine: EngineProtocol, channel: Channel) -> None:

@@ -1,8 +1,8 @@
 """Entry point of a worker process (any rank but 0): `python -P -m llmbox.engine.process.worker_main`.
 
-`executor/workers.py` starts it. It loads its shard, joins the process group, and executes the steps that rank
-0 sends over the inherited socket. It ends with rank 0: at the end of the stream while it reads there,
-otherwise killed by the kernel.
+`executor/workers.py` starts it, or forks the engine process to run `main`. It loads its shard, joins the
+process group, and executes the steps that rank 0 sends over the inherited socket. It ends with rank 0: at the
+end of the stream while it reads there, otherwise killed by the kernel.
 """
 
 import argparse

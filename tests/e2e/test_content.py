@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from llmbox.app.errors import ApiError
@@ -18,9 +17,12 @@ from llmbox.app.security.keys import ApiKey, KeySpec
 from llmbox.app.security.security import LOCAL, Identity
 from llmbox.app.security.sessions import Session
 from support.cli_box import until
+from support.deferred_module import DeferredModule
 from support.fake_engine import write_model
 from support.openai_server import Server, serving
 from support.tokenizers_zoo import byte_level, drawn_ids, write_text_files
+
+openai = DeferredModule("openai")
 
 QUIET, SAID = "zanzibar-quiet", "mombasa-said"
 

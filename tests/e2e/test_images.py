@@ -7,19 +7,21 @@ import signal
 import struct
 import zlib
 
-import anthropic
 import httpx
 import ollama
-import openai
 import pytest
 from PIL import Image
 
 from llmbox.app.images import reader
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import PATIENCE
+from support.deferred_module import DeferredModule
 from support.openai_server import serving
 from support.tiny_models import make_tiny_model
 from support.vision_models import draw_picture, make_seeing_chat_model
+
+anthropic = DeferredModule("anthropic")
+openai = DeferredModule("openai")
 
 MODEL = "seeing"
 QUESTION = "the quick brown fox"

@@ -12,7 +12,6 @@ from typing import Any
 from urllib.error import HTTPError
 
 import httpx
-import openai
 import pytest
 
 from llmbox.app.admin_client import ApiRefusal
@@ -24,9 +23,12 @@ from llmbox.app.security.key_store import KeyStore
 from llmbox.app.security.keys import ApiKey, KeyChange, KeySpec
 from llmbox.app.store.record import RecordFilter
 from support.cli_box import PATIENCE, Box, box, until
+from support.deferred_module import DeferredModule
 from support.fake_engine import write_model
 from support.openai_server import Server, serving
 from support.tokenizers_zoo import byte_level, drawn_ids, write_text_files
+
+openai = DeferredModule("openai")
 
 __all__ = ["box"]
 

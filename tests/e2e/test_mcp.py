@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 
 import httpx
 import httpx2
-import mcp
 import pytest
 
 from llmbox.app.mcp.tools import TOOLS
 from support.cli_box import PATIENCE, Box
+from support.deferred_module import DeferredModule
 from support.panel_box import panel
+
+mcp = DeferredModule("mcp")
 
 __all__ = ["panel"]
 pytestmark = pytest.mark.slow

@@ -2,14 +2,16 @@
 
 import json
 
-import anthropic
 import httpx
-import openai
 import pydantic
 import pytest
 
+from support.deferred_module import DeferredModule
 from support.openai_server import serving
 from support.output_examples import ARGUMENTS, EXAMPLES, SCHEMAS, template_of
+
+anthropic = DeferredModule("anthropic")
+openai = DeferredModule("openai")
 
 THOUGHTS = {
     "harmony": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),

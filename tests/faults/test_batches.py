@@ -2,11 +2,13 @@
 
 import signal
 
-import anthropic
 import pytest
 
 from support.cli_box import PATIENCE, Box, box, until
+from support.deferred_module import DeferredModule
 from support.fake_engine import GO_FILE
+
+anthropic = DeferredModule("anthropic")
 
 __all__ = ["box"]
 ASKED = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}

@@ -14,38 +14,41 @@ from llmbox.app.engines.supervisor import Supervisor
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.hardware.proc import can_fork
 from llmbox.engine.ipc.messages import AddRequest, RequestOutput
-from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess
+from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess, _environment
 from llmbox.engine.sampling_params import SamplingParams
 from support.fake_engine import GO_FILE, expected_tokens, fake_launch, write_model
 
 
 class ForkedEngines(PrewarmedProcess):
-    """Real engines of `launch` from one fork server for all tests of this process, as a daemon forks those of
-    all its models: importing torch takes longer than most of what such an engine computes.
+    """Engines of `launch` from one fork server for all tests of this process, as a daemon forks those of all
+    its models: importing torch takes longer than most of what such an engine computes.
     """
 
     def __init__(self, launch: Launch | None = None) -> None:
-        self._own = launch or Launch()
-        super().__init__(self._own, keep=False)
+        """Call it from the main thread: the fork server ends with the thread that starts it."""
+        own = launch or Launch()
+        super().__init__(own, keep=False)
+        self._server = fork_server(own) if can_fork() else None
 
     async def take(self) -> SpawnedProcess:
-        if not can_fork():
+        if self._server is None:
             return await super().take()
-        return await asyncio.to_thread(_fork_server(self._own).fork)
+        return await asyncio.to_thread(self._server.fork)
 
 
-_servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
+_servers: dict[tuple[str, ...], tuple[dict[str, str], ForkServer]] = {}
 
 
-def _fork_server(launch: Launch) -> ForkServer:
-    """Return the server of this launch and environment. Only the last one is kept."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    key = frozenset((environ | dict(launch.env)).items())
-    if key not in _servers:
-        while _servers:
-            _servers.popitem()[1].close()
-        _servers[key] = ForkServer(launch)
-    return _servers[key]
+def fork_server(launch: Launch) -> ForkServer:
+    """Return the server of this launch and of what it inherits. Of each command only the last one is kept."""
+    environ = _environment(launch.env)
+    known, server = _servers.get(launch.command, (None, None))
+    if server is None or known != environ:
+        if server is not None:
+            server.close()
+        server = ForkServer(launch)
+        _servers[launch.command] = environ, server
+    return server
 
 
 def config(directory: Path, name: str = "fake", **options: Any) -> EngineConfig:

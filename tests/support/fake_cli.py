@@ -19,6 +19,9 @@ PATIENCE = 180.0
 """Seconds: what a person would not wait for, but tests on a machine that others fill must."""
 
 
+COMMAND = [sys.executable, "-P", __file__]
+
+
 def fake_parts():
     from llmbox.app.daemon.compose import DaemonParts
     from llmbox.app.engines.engine_process import EngineQuery
@@ -64,7 +67,7 @@ def import_all():
 def run():
     client.TIMEOUT = starter.START_TIMEOUT = PATIENCE
     client.Client.post.__defaults__ = (PATIENCE,)
-    main(program=Program(command=[sys.executable, "-P", __file__], parts=fake_parts))
+    main(program=Program(command=COMMAND, parts=fake_parts))
 
 
 if __name__ == "__main__":

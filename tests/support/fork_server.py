@@ -22,6 +22,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from llmbox.engine.hardware import proc
+from llmbox.engine.ipc import spawn
+
 START_S = 120.0
 """Longest wait for the server to import and to fork, on a machine that others fill."""
 _AT_START = ("PYTHON", "LC_", "LANG", "TZ", "LD_", "MALLOC_")
@@ -217,10 +223,46 @@ class _ForkServer:
             os._exit(code)
 
 
+class ForkedDaemon(spawn.ForkedProcess):
+    """A program that this process forked, with what `up` uses of `subprocess.Popen`."""
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+
+class ForkingSubprocess:
+    """In place of the module `subprocess` where `up` starts a daemon: it forks one, which has the imports."""
+
+    DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
+
+    def __init__(self, program: list[str]) -> None:
+        """`program`: how a command of these begins."""
+        self._program = program
+
+    def Popen(self, command: list[str], *, stdout: int, cwd: str, **options: Any) -> Any:  # noqa: N802
+        length = len(self._program)
+        if command[:length] != self._program or proc.num_threads() > 1:
+            return subprocess.Popen(command, stdout=stdout, cwd=cwd, **options)
+
+        def become() -> int:
+            with Path(os.devnull).open() as nothing:
+                for number, file in enumerate((nothing.fileno(), stdout, stdout)):
+                    os.dup2(file, number)
+            os.close(stdout)
+            os.setsid()
+            os.chdir(cwd)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            return _run(command[length:])
+
+        return ForkedDaemon(proc.fork_child(become, (stdout,)))
+
+
 def _run(arguments: list[str]) -> int:
     """Run the command as its own interpreter would, to the end of its threads and its exit functions."""
     from support import fake_cli
 
+    fake_cli.starter.subprocess = ForkingSubprocess(fake_cli.COMMAND)
     sys.argv = [fake_cli.__file__, *arguments]
     code = 0
     try:
@@ -244,7 +286,6 @@ def _run(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     from setproctitle import getproctitle
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on the suite: the socket's end tells

@@ -2,20 +2,21 @@
 
 import asyncio
 import contextlib
+import tempfile
 import threading
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
-
-import openai
+from unittest.mock import patch
 
 from llmbox.app.config.loader import LoadedSettings
 from llmbox.app.config.paths import find_paths
 from llmbox.app.config.settings import LimitSettings, Settings
 from llmbox.app.control.controller import DaemonController
 from llmbox.app.daemon.compose import DaemonParts, compose
+from llmbox.app.engines import manager
 from llmbox.app.http.app import DIALECTS, create_app
 from llmbox.app.http.in_process import send_in_process
 from llmbox.app.http.server.server import serve
@@ -25,9 +26,14 @@ from llmbox.app.services import Services
 from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc.spawn import Launch
+from llmbox.engine.weights.packed_cache.cache import cache_variables
 from support.cli_box import PATIENCE
+from support.deferred_module import DeferredModule
+from support.engines import ForkedEngines
 from support.fake_engine import fake_launch, write_model
 from support.tokenizers_zoo import CHATML, byte_level, drawn_ids, write_text_files
+
+openai = DeferredModule("openai")
 
 T = TypeVar("T")
 LOADING = 400.0
@@ -66,6 +72,12 @@ class Server:
         return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, **options)
 
 
+@cache
+def _packed_weights() -> "tempfile.TemporaryDirectory[str]":
+    """For the engines of all servers, which come from one process."""
+    return tempfile.TemporaryDirectory(prefix="llmbox-test-weights-")
+
+
 @contextlib.contextmanager
 def serving(
     data: Path,
@@ -80,6 +92,9 @@ def serving(
     `controlled`: with `DaemonController`, so that models on disk are found and memory is managed, as in a
     daemon.
     """
+    launch = launch or fake_launch()
+    caches = cache_variables(Path(_packed_weights().name), 1.0)
+    engines = ForkedEngines(replace(launch, env=caches | launch.env))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -88,7 +103,8 @@ def serving(
         wanted = replace(settings or Settings(), limits=replace(LimitSettings(), **limits))
         paths = find_paths(data)
         paths.create()
-        services = compose(wanted, paths, DaemonParts(launch or fake_launch(), load_model_text))
+        with patch.object(manager, "PrewarmedProcess", lambda *_, **__: engines):
+            services = compose(wanted, paths, DaemonParts(launch, load_model_text))
         services.request_log.start()
         return services
 

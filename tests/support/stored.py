@@ -4,12 +4,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import openai
-
 from llmbox.app.security.keys import ApiKey, KeySpec
+from support.deferred_module import DeferredModule
 from support.fake_engine import write_model
 from support.openai_server import Server
 from support.tokenizers_zoo import byte_level, write_text_files
+
+openai = DeferredModule("openai")
 
 SECRET = "zanzibar-asked"
 

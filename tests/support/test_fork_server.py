@@ -2,11 +2,12 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from llmbox.app.errors import Exit
-from support.cli_box import Box, box
+from support.cli_box import PATIENCE, Box, box
 from support.fork_server import ForkedProcess, needs_interpreter
 
 __all__ = ["box"]
@@ -31,6 +32,17 @@ def test_a_signal_ends_it_and_is_told(box: Box):
     assert child.poll() == -signal.SIGKILL
     child.kill()  # gone: nobody else gets the signal
     assert child.pid != os.getpid()
+
+
+def test_a_daemon_that_a_command_starts_has_a_session_files_and_folder_of_its_own(box: Box):
+    starter = box.spawn("up")
+    assert starter.wait(PATIENCE) == 0
+    assert box.running is not None
+    pid, process = box.running.pid, Path(f"/proc/{box.running.pid}")
+    assert os.getsid(pid) == os.getpgid(pid) == pid
+    assert process.joinpath("cwd").readlink() == Path("/")
+    files = [process.joinpath("fd", str(number)).readlink() for number in range(3)]
+    assert files == [Path(os.devnull), box.paths.log_file, box.paths.log_file]
 
 
 @pytest.mark.parametrize("name", ["PYTHONUTF8", "LC_ALL", "TZ"])

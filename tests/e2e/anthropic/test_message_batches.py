@@ -1,15 +1,17 @@
 """Message batches as Anthropic's client makes them, on an engine whose tokens are known."""
 
-import anthropic
 import httpx
 import pytest
 
 from llmbox.app.security.keys import KeySpec
 from llmbox.app.store import RecordFilter
 from support.cli_box import PATIENCE, until
+from support.deferred_module import DeferredModule
 from support.fake_engine import write_model
 from support.openai_server import serving
 from support.tokenizers_zoo import byte_level, write_text_files
+
+anthropic = DeferredModule("anthropic")
 
 ASKED = {"model": "plain", "max_tokens": 50, "messages": [{"role": "user", "content": "hello"}]}
 

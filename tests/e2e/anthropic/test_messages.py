@@ -2,15 +2,17 @@
 
 import json
 
-import anthropic
 import httpx
 import pytest
 
 from support.cli_box import PATIENCE, until
+from support.deferred_module import DeferredModule
 from support.fake_engine import write_model
 from support.messages_api import ANSWERS, ASKED, TEMPLATE, THINKS, TOOLS, ask, streamed
 from support.openai_server import serving
 from support.tokenizers_zoo import byte_level, write_text_files
+
+anthropic = DeferredModule("anthropic")
 
 SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
 LOOK = {"type": "text", "text": "Let me look."}

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, get_type_hints
 
-import anthropic
 import httpx
 import pydantic
 import pytest
@@ -17,7 +16,10 @@ from llmbox.app.http.anthropic.request_types import (
     ToolParam,
 )
 from support.cli_box import PATIENCE, until
+from support.deferred_module import DeferredModule
 from support.openai_server import serving
+
+anthropic = DeferredModule("anthropic")
 
 TEMPLATE = (
     "{%- if tools %}{{- tools | tojson + '<tool_call>' }}{%- endif %}"

@@ -4,15 +4,17 @@ import io
 import json
 
 import httpx
-import openai
 import pytest
 
 from llmbox.app.security.keys import KeySpec
 from llmbox.app.store import RecordFilter
 from support.cli_box import PATIENCE, until
+from support.deferred_module import DeferredModule
 from support.fake_engine import write_model
 from support.openai_server import serving
 from support.tokenizers_zoo import CHATML, byte_level, drawn_ids, write_text_files
+
+openai = DeferredModule("openai")
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "plain", "messages": [{"role": "user", "content": "hello"}]}

@@ -2,11 +2,13 @@
 
 import json
 
-import openai
 import pytest
 
+from support.deferred_module import DeferredModule
 from support.openai_server import serving
 from support.tokenizers_zoo import byte_level
+
+openai = DeferredModule("openai")
 
 TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\\n' }}"

@@ -2,16 +2,18 @@
 
 import asyncio
 
-import openai
 import pytest
 
 from llmbox.app.gateway.generation import choice_seed
 from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.engine.sampling_params import SamplingParams
 from support.cli_box import PATIENCE, until
+from support.deferred_module import DeferredModule
 from support.fake_engine import FakeOptions, expected_tokens, write_model
 from support.openai_server import Server, serving
 from support.tokenizers_zoo import byte_level, drawn_ids, llama2, write_text_files
+
+openai = DeferredModule("openai")
 
 CONTEXT = 512
 PROMPT = [{"role": "user", "content": "hello world"}]

@@ -3,12 +3,14 @@
 import json
 import re
 
-import openai
 import pytest
 
 from llmbox.engine.ipc.spawn import Launch
+from support.deferred_module import DeferredModule
 from support.openai_server import serving
 from support.tiny_models import make_tiny_model, write_json
+
+openai = DeferredModule("openai")
 
 TEMPLATE = (
     "{%- for tool in tools or [] %}{{- tool.function.name + '\\n' }}{%- endfor %}"

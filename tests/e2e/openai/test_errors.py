@@ -3,13 +3,15 @@
 import json
 
 import httpx
-import openai
 import pytest
 
 from support.cli_box import PATIENCE
+from support.deferred_module import DeferredModule
 from support.fake_engine import write_model
 from support.openai_server import serving
 from support.tokenizers_zoo import LLAMA2, byte_level, drawn_ids, write_text_files
+
+openai = DeferredModule("openai")
 
 CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"

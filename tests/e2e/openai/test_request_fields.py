@@ -3,14 +3,16 @@
 import time
 
 import httpx
-import openai
 import pytest
 from tokenizers import AddedToken
 
 from support.cli_box import PATIENCE
+from support.deferred_module import DeferredModule
 from support.fake_engine import write_model
 from support.openai_server import serving
 from support.tokenizers_zoo import CHATML, byte_level, drawn_ids, write_text_files
+
+openai = DeferredModule("openai")
 
 HELLO = [{"role": "user", "content": "hello"}]
 STORY = "the quick brown fox. Then the dog. END of it"

@@ -4,12 +4,14 @@ log-probabilities, truncation, counting and compaction.
 
 import itertools
 
-import openai
 import pytest
 
+from support.deferred_module import DeferredModule
 from support.fake_engine import GO_FILE, write_model
 from support.openai_server import serving
 from support.tokenizers_zoo import byte_level, write_text_files
+
+openai = DeferredModule("openai")
 
 TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\\n' + tools | tojson + '<tool_call><|im_end|>\\n' }}{%- endif %}"

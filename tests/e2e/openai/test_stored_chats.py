@@ -1,14 +1,16 @@
 """Stored chat completions through the official client: kept on request, seen by their key alone."""
 
-import openai
 import pytest
 
 from llmbox.app.security.security import LOCAL, NOBODY, Identity
 from llmbox.app.security.sessions import Session
 from support.cli_box import until
+from support.deferred_module import DeferredModule
 from support.openai_server import serving
 from support.stored import SECRET, Place, load_models
 from support.tokenizers_zoo import CHATML
+
+openai = DeferredModule("openai")
 
 ANSWERS = {"plain": "one two three", "thinker": "<think>\nhm\n</think>\n\nyes"}
 

@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
-import openai
 import pytest
 
 from llmbox.app.store.stored_answers import StoredAnswer
 from support.cli_box import until
+from support.deferred_module import DeferredModule
 from support.openai_server import serving
 from support.stored import SECRET, Place, load_models
+
+openai = DeferredModule("openai")
 
 TEMPLATE = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}"

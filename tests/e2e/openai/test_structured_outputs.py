@@ -13,15 +13,17 @@ from typing import Annotated, Literal
 
 import httpx
 import jsonschema_rs
-import openai
 import pydantic
 import pytest
 from tokenizers import Tokenizer
 
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import until
+from support.deferred_module import DeferredModule
 from support.openai_server import serving
 from support.tiny_models import VOCAB, make_tiny_model, write_json, write_tokenizer
+
+openai = DeferredModule("openai")
 
 TEMPLATE = (
     "{%- for tool in tools or [] %}{{- tool.function.name + '\\n' }}{%- endfor %}"

@@ -9,7 +9,6 @@ from operator import attrgetter
 from typing import Any, get_type_hints
 
 import httpx
-import openai
 import pydantic
 import pytest
 
@@ -30,9 +29,12 @@ from llmbox.app.http.openai_responses.request_types import (
 )
 from llmbox.app.http.openai_responses.routes import ConversationCreate
 from support.cli_box import PATIENCE, until
+from support.deferred_module import DeferredModule
 from support.fake_engine import write_model
 from support.openai_server import serving
 from support.tokenizers_zoo import CHATML, byte_level, write_text_files
+
+openai = DeferredModule("openai")
 
 ASKED: dict[str, Any] = {"model": "plain", "messages": [{"role": "user", "content": "hello"}]}
 SAID = "one two three"

@@ -9,15 +9,17 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import openai
 import pytest
 
 from llmbox.app.store.record import RecordFilter, RequestRecord
 from llmbox.app.text.tokenizer.text_loader import load_model_text
 from support.cli_box import PATIENCE, until
+from support.deferred_module import DeferredModule
 from support.fake_engine import GO_FILE, fake_vector, write_model
 from support.openai_server import serving
 from support.tokenizers_zoo import byte_level, llama2, write_text_files
+
+openai = DeferredModule("openai")
 
 CONTEXT = 64
 ROUTE = "/v1/embeddings"

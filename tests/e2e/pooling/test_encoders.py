@@ -5,17 +5,18 @@ import math
 
 import httpx
 import ollama
-import openai
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import AutoModel, AutoModelForSequenceClassification
 
 from llmbox.engine.ipc.spawn import Launch
 from support.cli_box import PATIENCE
+from support.deferred_module import DeferredModule
 from support.encoder_models import change_config, declare_vectors, make_encoder, make_jina_v3, with_task
 from support.openai_server import serving
 from support.tiny_models import write_json
+
+openai = DeferredModule("openai")
 
 WORDS = [
     "[PAD]",
@@ -86,6 +87,8 @@ def http(server):
 
 @torch.inference_mode()
 def vector(root, text):
+    from transformers import AutoModel
+
     ids = Tokenizer.from_file(str(root / "embedder" / "tokenizer.json")).encode(text).ids
     model = AutoModel.from_pretrained(root / "embedder", dtype=torch.float32).eval()
     return torch.nn.functional.normalize(model(torch.tensor([ids])).last_hidden_state[0, 0], dim=0)
@@ -93,6 +96,8 @@ def vector(root, text):
 
 @torch.inference_mode()
 def logits(root, name, *texts):
+    from transformers import AutoModelForSequenceClassification
+
     encoding = Tokenizer.from_file(str(root / name / "tokenizer.json")).encode(*texts)
     model = AutoModelForSequenceClassification.from_pretrained(root / name, dtype=torch.float32).eval()
     types = torch.tensor([encoding.type_ids])

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForSequenceClassification
 
 from llmbox.app.hub.model_info import local_facts
 from llmbox.app.models.catalog import directory
@@ -381,6 +380,8 @@ def test_bad_pairs(http, fields, param):
 
 
 def test_classes_are_those_of_transformers(http, root):
+    from transformers import AutoModelForSequenceClassification
+
     model = AutoModelForSequenceClassification.from_pretrained(root / "sorter").eval()
     tokenizer = Tokenizer.from_file(str(root / "sorter" / "tokenizer.json"))
     wanted = []

@@ -6,8 +6,10 @@ import pytest
 import torch.distributed
 
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.distributed.shm_communicator import PeerSockets
 from llmbox.engine.errors import DeviceError
 from llmbox.engine.executor import multiproc as start
+from llmbox.engine.executor import workers
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
 
 
@@ -103,3 +105,18 @@ def test_what_ranks_exchange_numbers_over(monkeypatch, device, chosen, over):
     if chosen is not None:
         monkeypatch.setenv("LLMBOX_RANKS", chosen)
     assert start.choose_transport(SimpleNamespace(device=device)) == over
+
+
+@pytest.mark.parametrize(
+    ("can_fork", "threads", "how"), [(True, 1, "fork"), (True, 2, "spawn"), (False, 1, "spawn")]
+)
+def test_ranks_are_forked_from_a_process_that_can_be(monkeypatch, can_fork, threads, how):
+    """Not where there is a GPU, where threads are pinned, or beside another thread."""
+    told = []
+    monkeypatch.setattr(workers, "can_fork", lambda: can_fork)
+    monkeypatch.setattr(workers, "num_threads", lambda: threads)
+    for name in ("fork", "spawn"):
+        monkeypatch.setattr(workers, f"_{name}", lambda link, *files, name=name: told.append((name, files)))
+    worker = workers.start_worker(1, PeerSockets(7, {0: 8}), (9,))
+    worker.link.close()
+    assert told == [(how, (7, 8, 9))]

@@ -61,6 +61,7 @@ def workers(monkeypatch):
     def change(failure="pass", write_seconds=0.0):
         program = WORKER.format(failure=failure, write_seconds=write_seconds)
         monkeypatch.setattr(worker_group, "COMMAND", (sys.executable, "-P", "-c", program))
+        monkeypatch.setattr(worker_group, "can_fork", lambda: False)
 
     return change
 

@@ -10,6 +10,7 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -101,11 +102,24 @@ async def test_tp_2_gives_the_tokens_of_one_process_whatever_happens_to_its_rank
         assert psutil.Process(worker).ppid() == supervisor.pid
         await until(lambda: (supervisor.processor_seconds() or 0) > 0, PATIENCE)  # unknown while one computes
         assert psutil.Process(worker).cmdline()[0] == "llmbox: worker tiny rank 1"
+        assert address_of_program(worker) == address_of_program(supervisor.pid), "it was not forked"
+        assert sockets(worker)
+        assert not sockets(worker) & sockets(supervisor.pid), "it holds the socket to the daemon"
         assert await answers(supervisor, asks("a")) == wanted
         for trouble in (signal.SIGKILL, signal.SIGSTOP):
             await lose_a_rank(supervisor, wanted, trouble)
         last = [supervisor.pid, *ranks_of(supervisor)]
     await until(lambda: not any(map(is_running, last)), PATIENCE)
+
+
+def address_of_program(pid):
+    """-> the same for processes that were forked, another each time that a program is started."""
+    return Path(f"/proc/{pid}/auxv").read_bytes()
+
+
+def sockets(pid):
+    links = {str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()}
+    return {link for link in links if link.startswith("socket:")}
 
 
 async def lose_a_rank(supervisor, wanted, trouble=signal.SIGKILL, rank=-1):
@@ -171,39 +185,29 @@ async def test_shared_stages_survive_whatever_happens_to_any_of_their_ranks(mode
 
 
 OUT_OF_MEMORY = """
-import sys
-from llmbox.engine.light_torch import import_torch
-import_torch()
-import llmbox.engine.executor.workers as crew
-
-WORKER = '''
-import runpy
+import os, sys
+from pathlib import Path
 from llmbox.engine.light_torch import import_torch
 import_torch()
 import torch
-from pathlib import Path
+from llmbox.engine.process.engine_main import main
 from llmbox.engine.runner.cpu_runner import CPUModelRunner
 
-execute, steps, mark = CPUModelRunner.execute, iter(range(10**9)), Path("{mark}")
+execute, steps, mark, rank_0 = CPUModelRunner.execute, iter(range(10**9)), Path({mark!r}), os.getpid()
 
 def failing(self, plan):
-    if next(steps) == 40 and not mark.exists():
+    if os.getpid() != rank_0 and next(steps) == 40 and not mark.exists():
         mark.touch()
         torch.empty(1 << 50)
     return execute(self, plan)
 
 CPUModelRunner.execute = failing
-runpy.run_module("llmbox.engine.process.worker_main", run_name="__main__")
-'''
-crew.COMMAND = (sys.executable, "-P", "-c", WORKER)
-
-from llmbox.engine.process.engine_main import main
 sys.exit(main())
 """
 
 
 async def test_one_rank_that_runs_out_of_memory_in_a_step_costs_a_restart(model, tmp_path):
-    program = OUT_OF_MEMORY.format(mark=tmp_path / "mark")
+    program = OUT_OF_MEMORY.format(mark=str(tmp_path / "mark"))
     wanted = expected(model)
     async with supervised(model, Launch((sys.executable, "-P", "-c", program)), pp=2) as supervisor:
         assert await answers(supervisor, asks("a")) == wanted
@@ -291,7 +295,7 @@ import os, runpy, signal, sys
 from pathlib import Path
 from llmbox.engine.light_torch import import_torch
 import_torch()
-from llmbox.engine.executor import expert_moves, workers
+from llmbox.engine.executor import expert_moves
 
 note, mover = Path({note!r}), expert_moves.ExpertMover
 run_move, run_transfer = mover._move, mover._transfer
@@ -315,9 +319,7 @@ def transfer(self, memory, *ranks):
 mover._move, mover._transfer = move, transfer
 for name, value in dict(CHECK_SECONDS=0.0, LONGEST_CHECK=0.0, ROWS_OF_EXPERT=1, WORTH_IT=1.0).items():
     setattr(expert_moves, name, value)
-workers.COMMAND = (sys.executable, "-P", __file__, "llmbox.engine.process.worker_main")
-program = sys.argv.pop(1) if len(sys.argv) > 1 and "worker_main" in sys.argv[1] else ""
-runpy.run_module(program or "llmbox.engine.process.engine_main", run_name="__main__")
+runpy.run_module("llmbox.engine.process.engine_main", run_name="__main__")
 """
 
 

@@ -60,3 +60,37 @@ exit_process(3)
         [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=300, check=False
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (3, "done\n", "told\n")
+
+
+def test_a_forked_child_has_no_files_tasks_or_context_of_its_parent():
+    """It runs what it is told to, and its exit status is what that returned."""
+    program = """
+import os, sys
+from contextvars import ContextVar
+from llmbox.engine.hardware.proc import at_exit, fork_child
+asked = ContextVar("asked", default="nobody")
+asked.set("the parent")
+at_exit(lambda: print("finished by", os.getpid() == parent))
+sys.stdout.write("once\\n")
+parent, (kept, write), (closed, _) = os.getpid(), os.pipe(), os.pipe()
+
+def run():
+    at_exit(lambda: os.write(write, b"done"))
+    try:
+        os.fstat(closed)
+    except OSError:
+        os.write(write, asked.get().encode() + b" ")
+    return 7
+
+pid = fork_child(run, (write,))
+os.close(write)
+status = os.waitpid(pid, 0)[1]
+print(os.waitstatus_to_exitcode(status), os.read(kept, 99).decode())
+failed = fork_child(lambda: 1 // 0, ())
+print(os.waitstatus_to_exitcode(os.waitpid(failed, 0)[1]))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert ran.stdout == "once\n7 nobody done\n70\nfinished by True\n"
+    assert "ZeroDivisionError" in ran.stderr

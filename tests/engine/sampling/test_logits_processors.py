@@ -5,15 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from llmbox.engine.sampling.logits_processors import LogitsProcessors, apply_rules, masked_ids
 from support.lanes import examples
@@ -52,6 +43,8 @@ def by_transformers(logits: torch.Tensor, request, processor) -> torch.Tensor:
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
 def test_repetition_penalty_over_prompt_and_output(penalty):
+    from transformers import RepetitionPenaltyLogitsProcessor
+
     request = make_request(prompt=[3, 4, 3, 9], output=[7, 9, 7], repetition_penalty=penalty)
     expected = by_transformers(random_logits(), request, RepetitionPenaltyLogitsProcessor(penalty))
     assert torch.equal(edited(random_logits(), request), expected)
@@ -69,12 +62,16 @@ def test_repetition_penalty_over_prompt_and_output(penalty):
     ],
 )
 def test_bad_words(words):
+    from transformers import NoBadWordsLogitsProcessor
+
     request = make_request(prompt=[3, 4, 3, 9], output=[7, 9, 7], bad_words=tuple(map(tuple, words)))
     expected = by_transformers(random_logits(), request, NoBadWordsLogitsProcessor(words))
     assert torch.equal(edited(random_logits(), request), expected)
 
 
 def test_logit_bias():
+    from transformers import SequenceBiasLogitsProcessor
+
     request = make_request(logit_bias={0: 2.5, 7: -100.0, 49: 100.0})
     bias = SequenceBiasLogitsProcessor([[[0], 2.5], [[7], -100.0], [[49], 100.0]])
     assert torch.equal(edited(random_logits(), request), by_transformers(random_logits(), request, bias))
@@ -82,6 +79,8 @@ def test_logit_bias():
 
 @pytest.mark.parametrize("produced", [0, 1, 2, 3])
 def test_min_tokens(produced):
+    from transformers import MinNewTokensLengthLogitsProcessor
+
     request = make_request(output=[1] * produced, min_tokens=2, stop_token_ids=(4, 8))
     processor = MinNewTokensLengthLogitsProcessor(request.num_prompt, 2, [4, 8], device="cpu")
     expected = by_transformers(random_logits(), request, processor)
@@ -91,6 +90,8 @@ def test_min_tokens(produced):
 @given(st.integers(0, 1000), st.integers(1, 60), st.floats(0.01, 0.99), st.floats(0.01, 0.99))
 @settings(max_examples=examples(60))
 def test_each_filter_keeps_what_transformers_keeps(seed, top_k, top_p, min_p):
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
     logits = random_logits(seed)
     warpers = [
         ({"top_k": top_k}, TopKLogitsWarper(top_k)),

@@ -1,0 +1,14 @@
+"""Modules that few tests need: importing a client library takes longer than collecting a folder of tests."""
+
+from importlib import import_module
+from typing import Any
+
+
+class DeferredModule:
+    """Module that is imported when one of its names is first used, so that collection does without it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)
