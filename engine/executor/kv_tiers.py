@@ -23,7 +23,8 @@ from typing import Any, Final, Literal
 import torch
 
 from ..config import EngineConfig
-from ..core.kv_cache.block_pool import BlockMemory, HostTier
+from ..core.kv_cache.block_pool import BlockMemory
+from ..core.kv_cache.host_tier import HostTier
 from ..core.kv_cache.manager import KVCacheManager
 from ..core.kv_cache.tiers import KVTiers
 from ..core.speculation.answer_files import AnswerFiles

@@ -22,7 +22,8 @@ from .elementwise import (
     weight_memory,
 )
 from .kv_cache import clear_blocks, copy_blocks, make_kv_cache, read_keys
-from .moe import ExpertLayer, reference_lora
+from .lora import reference_lora
+from .moe import ExpertLayer
 from .recurrent import RECURRENT
 
 __all__ = ["REFERENCE"]

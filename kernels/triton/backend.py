@@ -15,6 +15,7 @@ from ..reference.elementwise import concat, layer_norm
 from ..weight_packing import QuantizedWeight
 from . import elementwise
 from .attention import attention, kv_cache
+from .attention import qk_norm_rope_kv_write as heads
 from .attention.attention_metadata import TritonAttentionMetadata, plan_attention
 from .attention.text_attention import attend_texts
 from .elementwise import softcap
@@ -32,15 +33,9 @@ from .linear.linear import (
 )
 from .linear.lora import TritonLora
 from .linear.quantize_activations import RowFormat, Rows8
+from .linear.scaled_mm_choice import ScaledMMSelector
 from .linear.tile_config import ROW_COUNTS, has_fp8
-from .linear.weight_packing import (
-    ScaledMMSelector,
-    group_codes,
-    pack_fp8,
-    pack_fp8_blocks,
-    pack_grouped,
-    scales_of_blocks,
-)
+from .linear.weight_packing import group_codes, pack_fp8, pack_fp8_blocks, pack_grouped, scales_of_blocks
 from .recurrent import recurrent_ops
 from .sampling.penalties import count_last_tokens
 from .sampling.sample import prepare_decode_inputs, sample
@@ -106,7 +101,7 @@ class TritonBackend:
             writing_rows_for=self.writing_rows_for,
             layer_norm=layer_norm,
             scale=Tensor.mul_,
-            rotary=kv_cache.rotary,
+            rotary=heads.rotary,
             gate_mul=self.gate_mul,
             softcap=softcap,
             concat=concat,
@@ -115,7 +110,7 @@ class TritonBackend:
             experts=partial(experts, fixed=self.fixed),
             make_kv_cache=kv_cache.make_kv_cache,
             plan_attention=self.plan_attention,
-            write_kv=kv_cache.write_kv,
+            write_kv=heads.write_kv,
             attention=self.attention,
             copy_blocks=kv_cache.copy_blocks,
             clear_blocks=kv_cache.clear_blocks,
@@ -123,7 +118,7 @@ class TritonBackend:
             graph=same,
             kv_dtypes=frozenset(formats),
             row_invariant=self.fixed,
-            rotate_and_write=kv_cache.rotate_and_write,
+            rotate_and_write=heads.rotate_and_write,
             attend_texts=attend_texts,
             sample=sample,
             count_last_tokens=count_last_tokens,

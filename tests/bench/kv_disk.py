@@ -28,7 +28,7 @@ from typing import Any
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.core.kv_cache.block_pool import HostTier
+from llmbox.engine.core.kv_cache.host_tier import HostTier
 from llmbox.engine.core.kv_cache.tiers import KVTiers
 from llmbox.engine.executor.build import load_engine
 from llmbox.engine.ipc.messages import AddRequest

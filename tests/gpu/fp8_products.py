@@ -12,7 +12,7 @@ from gpu.timing import Call
 from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.triton.backend import triton_ops
-from llmbox.kernels.triton.linear import weight_packing as choice
+from llmbox.kernels.triton.linear import scaled_mm_choice as choice
 from llmbox.kernels.triton.linear.linear import Fp8BlockLinear, Fp8Linear, multiply_floats
 from llmbox.kernels.triton.linear.quantize_activations import Rows8, quantize_rows
 from llmbox.kernels.triton.linear.tile_config import has_fp8

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmbox.engine.core.kv_cache.block_pool import HostTier
+from llmbox.engine.core.kv_cache.host_tier import HostTier
 from llmbox.engine.core.kv_cache.tiers import KVTiers
 from llmbox.engine.kv_store.block_file import BlockKind, zlib_checksums
 from llmbox.engine.kv_store.folder import KVFolder

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 from ...kv_store.block_file import BlockKind
 from ...kv_store.store_threads import ReadJob
 from ..request import Request
-from .block_pool import CopyEvent, HostBlock, HostTier
+from .block_pool import CopyEvent
+from .host_tier import HostBlock, HostTier
 from .prefix_cache import extend_hashes
 
 if TYPE_CHECKING:

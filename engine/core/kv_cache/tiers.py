@@ -19,7 +19,8 @@ from ...kv_store.block_file import BlockAddress, BlockKind
 from ...kv_store.store import BlockStore
 from ...kv_store.store_threads import BlockWrite
 from ..request import Request
-from .block_pool import BlockMemory, BlockPool, CopyEvent, HostTier
+from .block_pool import BlockMemory, BlockPool, CopyEvent
+from .host_tier import HostTier
 from .read_ahead import ReadAhead
 
 if TYPE_CHECKING:

@@ -21,16 +21,9 @@ from ..linear.gemm_inner import owner_of_tile
 from ..linear.quantize_activations import RowFormat, Rows8
 from ..linear.tile_config import Tile, decode_tile, fixed_tile, power_of_two, prefill_tile
 from . import attention_metadata as attention_plan
+from .attention_combine import Result, fits_heads, reduce_splits, store_eight_heads
 from .attention_inner import add_sink, attend, fold, piece_size
-from .attention_metadata import (
-    Result,
-    TritonAttentionMetadata,
-    attend_gathered,
-    fits_heads,
-    num_splits,
-    reduce_splits,
-    store_eight_heads,
-)
+from .attention_metadata import TritonAttentionMetadata, attend_gathered, num_splits
 from .kv_cache import TritonKVCache, conversion_mode
 
 LOG2_E = 1.4426950408889634

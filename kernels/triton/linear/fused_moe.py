@@ -329,7 +329,7 @@ def mark_adapters_kernel(
 ) -> None:
     """Add 1 + slot to the keys of rows that have an adapter.
 
-    Reference: `add_expert` in `kernels/reference/moe.py`.
+    Reference: `add_expert` in `kernels/reference/lora.py`.
     """
     at = tiles + tl.program_id(0) * (ROWS + 1)
     slot = tl.load(at)
@@ -352,7 +352,7 @@ def expert_tiles_kernel(
 ) -> None:
     """Write tiles of sorted rows: runs of one key, cut after `ROWS` rows. One program, as they are numbered.
 
-    Reference: `add_expert` in `kernels/reference/moe.py`.
+    Reference: `add_expert` in `kernels/reference/lora.py`.
     """
     done = 0
     for first in range(0, count, BLOCK):

@@ -6,7 +6,7 @@
     blocks   a scale for each row and 128 inputs, one for 128 x 128 weights: with cuBLAS 12.9, on compute
              capability 9.0 alone
 
-`weight_packing.py` decides at load whether a linear uses it. PyTorch checks the requirements of each layout
+`scaled_mm_choice.py` decides at load whether a linear uses it. PyTorch checks the requirements of each layout
 in aten/src/ATen/native/cuda/ScaledBlas.cpp.
 """
 

@@ -132,7 +132,7 @@ class Fp8Linear:
     one_1: Tensor | None = None
     """Scale of all outputs, where they share one."""
     by_torch: Sharing | None = None
-    """Scale layout for `torch._scaled_mm` (`weight_packing.py`); None: not multiplied by it."""
+    """Scale layout for `torch._scaled_mm` (`scaled_mm_choice.py`); None: not multiplied by it."""
 
     @property
     def row_format(self) -> RowFormat:

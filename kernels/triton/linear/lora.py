@@ -199,7 +199,7 @@ def shrink_kernel(
 ) -> None:
     """Write scale A x of some ranks and `PART` inputs for the rows of one tile.
 
-    Reference: `_add` in `kernels/reference/moe.py`.
+    Reference: `_add` in `kernels/reference/lora.py`.
     """
     tile = tl.program_id(0)
     slot = tl.load(tiles + tile * (ROWS + 1))
@@ -247,7 +247,7 @@ def expand_kernel(
 ) -> None:
     """Add B low to some outputs of the rows of one tile. `x` has the dtype of B.
 
-    Reference: `_add` in `kernels/reference/moe.py`.
+    Reference: `_add` in `kernels/reference/lora.py`.
     """
     tile = tl.program_id(0)
     slot = tl.load(tiles + tile * (ROWS + 1))
@@ -315,7 +315,7 @@ def adapted_embedding_kernel(
 ) -> None:
     """Write a row of the adapter's own table, times `scale`, where its adapter has one.
 
-    Reference: `_embed` in `kernels/reference/moe.py`.
+    Reference: `_embed` in `kernels/reference/lora.py`.
     """
     tile, entry = tl.program_id(0) // ROWS, tl.program_id(0) % ROWS
     slot = tl.load(tiles + tile * (ROWS + 1))

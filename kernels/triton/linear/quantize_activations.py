@@ -9,10 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..attention.kv_cache import LARGEST
 from .tile_config import power_of_two, warps_for
-
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""Code of a row's largest magnitude, by 8-bit dtype."""
 
 BLOCK = 1024
 """Inputs of one program where groups are smaller."""

@@ -10,10 +10,11 @@ from llmbox.kernels.activation import Activation
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.reference.kv_cache import quantize_dynamic
+from llmbox.kernels.triton.attention.kv_cache import LARGEST
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.elementwise import gate_rows, norm_rows
 from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS
-from llmbox.kernels.triton.linear.quantize_activations import LARGEST, RowFormat, Rows8, quantize_rows
+from llmbox.kernels.triton.linear.quantize_activations import RowFormat, Rows8, quantize_rows
 from support.lanes import nightly
 from support.numbers import TOLERANCE
 from support.paged import CPU, PagedStep

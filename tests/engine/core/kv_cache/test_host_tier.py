@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from llmbox.engine.core.kv_cache import block_pool
+from llmbox.engine.core.kv_cache import host_tier
 from llmbox.engine.core.kv_cache.state_manager import pool_blocks
 from support.fake_runner import expected_output
 from support.kv_tiers import SECONDS, TieredEngine, write_out
@@ -133,7 +133,7 @@ def kept_bytes(engine):
 def test_where_nothing_more_can_be_pinned_the_tier_stays_as_it_is(monkeypatch):
     engine = TieredEngine(None, num_blocks=12, host=20)
     block = engine.memory.sizes["kv"]
-    monkeypatch.setattr(block_pool, "SLAB_BYTES", 2 * block)
+    monkeypatch.setattr(host_tier, "SLAB_BYTES", 2 * block)
     real, pinned = engine.memory.make_buffer, []
 
     def make_buffer(size):
@@ -151,7 +151,7 @@ def test_where_nothing_more_can_be_pinned_the_tier_stays_as_it_is(monkeypatch):
 
 def test_one_step_copies_so_many_bytes_at_most(monkeypatch):
     engine = TieredEngine(None, num_blocks=12, host=20)
-    monkeypatch.setattr(block_pool, "STEP_BYTES", 2 * engine.memory.sizes["kv"])
+    monkeypatch.setattr(host_tier, "STEP_BYTES", 2 * engine.memory.sizes["kv"])
     serve(engine, [make_request("long", range(100, 132))])
     serve(engine, [make_request("other", range(200, 236), max_tokens=1)])
     assert kept_bytes(engine) == 2 * engine.memory.sizes["kv"]

@@ -9,7 +9,7 @@ from llmbox.kernels.ops import Ops
 from llmbox.kernels.reference import REFERENCE
 from llmbox.kernels.triton.attention import attention
 from llmbox.kernels.triton.attention import attention_metadata as attention_plan
-from llmbox.kernels.triton.attention.attention_metadata import FEW_SPLITS
+from llmbox.kernels.triton.attention.attention_combine import FEW_SPLITS
 from llmbox.kernels.triton.backend import triton_ops
 from support.lanes import nightly
 from support.numbers import assert_near

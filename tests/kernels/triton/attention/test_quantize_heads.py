@@ -8,7 +8,7 @@ import torch
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.triton.attention import attention_metadata as attention_plan
 from llmbox.kernels.triton.attention.attention import attend_rows
-from llmbox.kernels.triton.attention.attention_metadata import fits_heads
+from llmbox.kernels.triton.attention.attention_combine import fits_heads
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.linear import linear
 from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS, Fp8Linear

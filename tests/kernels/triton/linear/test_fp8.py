@@ -14,7 +14,7 @@ from llmbox.kernels.triton import elementwise
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.elementwise import gate_rows, norm_rows
 from llmbox.kernels.triton.linear import linear
-from llmbox.kernels.triton.linear import weight_packing as choice
+from llmbox.kernels.triton.linear import scaled_mm_choice as choice
 from llmbox.kernels.triton.linear.gemm_w8a8 import fits_scaled_mm
 from llmbox.kernels.triton.linear.linear import (
     FP8_BLOCKS,
@@ -25,7 +25,7 @@ from llmbox.kernels.triton.linear.linear import (
     Linear,
 )
 from llmbox.kernels.triton.linear.quantize_activations import RowFormat, Rows8, quantize_rows
-from llmbox.kernels.triton.linear.weight_packing import ScaledMMSelector, sharing_of, why_not
+from llmbox.kernels.triton.linear.scaled_mm_choice import ScaledMMSelector, sharing_of, why_not
 from llmbox.kernels.weight_packing import QuantizedWeight
 from support.fake_quantized import fake_quantize_static, fake_quantized_ops
 from support.numbers import assert_near

@@ -119,7 +119,7 @@ def test_some_experts_give_what_they_give_among_all(quant: Quant | None) -> None
 
 def test_nothing_is_asked_of_torch_for_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stack is as tall as hundreds of linears: what tries products of it would take their memory."""
-    from llmbox.kernels.triton.linear import weight_packing as choice
+    from llmbox.kernels.triton.linear import scaled_mm_choice as choice
 
     monkeypatch.setattr(choice, "why_not", lambda *_: pytest.fail("asked"))
     for name in ("fp8", "fp8-block"):

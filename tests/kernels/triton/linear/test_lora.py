@@ -14,7 +14,7 @@ from llmbox.kernels.lora import (
 from llmbox.kernels.op_types import Routing
 from llmbox.kernels.quant_formats import QUANTS
 from llmbox.kernels.reference import REFERENCE
-from llmbox.kernels.reference.moe import reference_lora
+from llmbox.kernels.reference.lora import reference_lora
 from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.linear import fused_moe
 from llmbox.kernels.triton.linear.fused_moe import sort_experts

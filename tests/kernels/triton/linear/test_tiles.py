@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from llmbox.kernels.triton.attention.attention_metadata import FEW_SPLITS, TritonAttentionMetadata, num_splits
+from llmbox.kernels.triton.attention.attention_combine import FEW_SPLITS
+from llmbox.kernels.triton.attention.attention_metadata import TritonAttentionMetadata, num_splits
 from llmbox.kernels.triton.linear import fused_moe as gemm_experts
 from llmbox.kernels.triton.linear import gemm, linear
 from llmbox.kernels.triton.linear import tile_config as tiles
