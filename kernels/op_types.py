@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,10 @@ def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sigmoid_of_logits"]
+"""Scores of experts. The last are sigmoids too, but experts are chosen by their logits."""
+SCORINGS: Final[tuple[Scoring, ...]] = ("softmax", "sigmoid", "sigmoid_of_logits")
+"""Codes of the C++ kernels are places in this list."""
 """Function that turns a row's router logits into scores."""
 
 
@@ -38,7 +41,7 @@ class Routing:
     top_groups: int = 1
     group_best: int = 1
     correction_X: Tensor | None = None
-    """float32, added to the scores where experts are chosen."""
+    """float32, added to the scores where experts are chosen, or to logits."""
     jitter: float = 0.0
     """SparseMixer without noise, where it is not 0: experts are chosen one after the other, each with its
     share of a softmax over the rest, without those whose logits are more than 2 `jitter` below the best,

@@ -75,9 +75,7 @@ class Sample(Protocol):
 
 class Embed(Protocol):
     def __call__(self, table: PackedLinear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
-        """Look up rows of the table for int64 ids, times `scale`: x_TE, new tensor. Results of different
-        tables share no memory.
-        """
+        """Look up rows of the table for int64 ids, times `scale`: x_TE, a new tensor of this table alone."""
         ...
 
 
@@ -146,9 +144,7 @@ class Ops:
     """Variant of `pack_linear` for an untied output head, which may be kept in more bits."""
 
     pack_router: Callable[[Tensor, Tensor | None], PackedLinear]
-    """Variant of `pack_linear` for a router, the linear [X, E] whose `logits` choose experts. Never
-    quantized.
-    """
+    """Variant of `pack_linear` for a router, [X, E], whose `logits` choose experts. Never quantized."""
 
     linear: Callable[[PackedLinear, Tensor], Tensor]
     """(packed, x_TI with contiguous rows) -> x_TI @ weight.T + bias, a new tensor [T, O]."""
@@ -246,12 +242,15 @@ class Ops:
     """
 
     checksums: Callable[[memoryview, int, int], tuple[int, int]] | None = None
-    """(data, CRC-32 and Adler-32 of what is before it) -> both, as zlib computes them; None: not faster than
-    zlib. `data` can be written to.
-    """
+    """(data that can be written to, CRC-32 and Adler-32 of what is before it) -> both, as zlib computes them;
+    None: not faster than zlib."""
 
     cos_sin: CosSin = cos_sin
     """float32 angles of RoPE -> their cosines and sines. The C++ kernels round them alike on every CPU."""
+
+    read_keys: Callable[[KVCache, int, Tensor, slice], Tensor] | None = None
+    """(cache with one KV head, layer, slots_S int64, dimensions) -> their keys, float32 [S, dimensions]. For
+    host callbacks, not for the body of a graph; None: not had."""
 
     linear_in_shares: Callable[[PackedLinear, Tensor, int], Tensor] | None = None
     """Linear whose sums are the same on one rank, and on 2 or 4 whose results are added in pairs: (packed,

@@ -131,6 +131,9 @@ class RecurrentOps:
     silu_mul: Callable[[Tensor, Tensor], Tensor]
     """The same with x gate sigmoid(gate)."""
 
+    softplus_mul: Callable[[Tensor, Tensor], Tensor]
+    """The same with x log(1 + e^gate)."""
+
     mul_add: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     """(x_TN with strided rows, by_N in float32, added_TN or None) -> x by + added, a new tensor or
     the one of `added`."""

@@ -37,7 +37,7 @@ HOME = Path("/opt/llmbox")
 """Where the packages put the environment."""
 LAUNCHER = """\
 #!{home}/bin/python3 -sP
-from llmbox.app.cli.root import main
+from llmbox.__main__ import main
 
 main()
 """

@@ -1,7 +1,7 @@
 """Output of the command line: data to stdout, messages and questions to stderr.
 
-JSON is one object with a `schema` field, never colored. Without a terminal there are no spinners and at most
-one progress line every 5 s.
+JSON is one object with a `schema` field, never colored. Without a terminal there are no spinners, and
+progress lines come ever more rarely.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from ..util.formatting import printable
 _GAP = 2
 _LEAST = 12
 """Characters that a shortened column keeps."""
-PLAIN_INTERVAL = 5.0
-"""Seconds between progress lines without a live terminal."""
+PLAIN_INTERVAL, LONGEST_INTERVAL = 5.0, 60.0
+"""Seconds between progress lines without a live terminal: the first, which doubles, and the maximum."""
 
 
 def write(text: str) -> None:
@@ -158,12 +158,14 @@ def elide(text: str, size: int) -> str:
 
 
 class ProgressLine:
-    """One line of progress on stderr: redrawn on a terminal, else a new line at most every 5 s."""
+    """One line of progress on stderr: redrawn on a terminal, else new lines after 5, 10, 20 … s, so that a
+    load of minutes does not fill a log.
+    """
 
     def __init__(self) -> None:
         self._live = is_live()
         self._last = ""
-        self._written_at = time.monotonic() - PLAIN_INTERVAL
+        self._next, self._interval = 0.0, PLAIN_INTERVAL
         self._open = False
 
     def update(self, text: str) -> None:
@@ -174,11 +176,12 @@ class ProgressLine:
             sys.stderr.write(f"\r\x1b[2K{printable(text)[: shutil.get_terminal_size().columns - 1]}")
             sys.stderr.flush()
             self._open = True
-        elif now - self._written_at >= PLAIN_INTERVAL:
+        elif now >= self._next:
             say(text)
+            self._next, self._interval = now + self._interval, min(2 * self._interval, LONGEST_INTERVAL)
         else:
             return
-        self._last, self._written_at = text, now
+        self._last = text
 
     def close(self) -> None:
         if self._open:

@@ -71,7 +71,7 @@ class Recommendation:
             "default": model.default,
             "repo": model.repo,
             "purpose": model.purpose,
-            "reads_pictures": model.reads_pictures,
+            "reads_images": model.reads_images,
             "license": model.license,
             "gated": model.gated,
             "params": model.params,

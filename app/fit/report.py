@@ -57,7 +57,7 @@ def plan_rows(plan: MemoryPlan) -> dict[str, str]:
         **({"main memory": _host_tier(plan)} if plan.host_bytes else {}),
         "together": size(plan.total_bytes) + each,
         "context": f"{plan.context} tokens",
-        "at once": f"{plan.max_concurrency:.1f} requests of full context, {plan.max_running} at most",
+        "at once": f"{round(plan.max_concurrency, 1):g} requests of full context, {plan.max_running} at most",
     }
 
 

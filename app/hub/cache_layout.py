@@ -51,8 +51,7 @@ def find_adoptable(place: Path, gguf_home: Path | None = None) -> list[Adoptable
             return [AdoptableModel(str(cache), cache, is_cache=True)]
     found = [
         AdoptableModel(path.relative_to(folder).as_posix(), path, is_cache=False)
-        for pattern in ("*", "*/*")
-        for path in sorted(folder.glob(pattern))
+        for path in _entries(folder, 2)
         if _is_model(path)
     ]
     if gguf_home is not None:
@@ -72,7 +71,7 @@ def _gguf_models(folder: Path, home: Path) -> list[AdoptableModel]:
     served are left out if others can. Raises CliError where none can.
     """
     found, first = [], None
-    for file in sorted(path for kind in ("*.gguf", "*/*.gguf", "*/*/*.gguf") for path in folder.glob(kind)):
+    for file in sorted(path for path in _entries(folder, 3) if path.suffix == ".gguf"):
         part = PART.search(file.name)
         if is_projector(file.name) or (part is not None and int(part[1]) > 1):
             continue
@@ -110,8 +109,25 @@ def _adoptable_gguf(file: Path, home: Path) -> AdoptableModel:
     return AdoptableModel(made.name, made, is_cache=False)
 
 
+def _entries(folder: Path, depth: int) -> list[Path]:
+    """List what is in a folder, level by level. Folders that cannot be read (`lost+found`) or vanish
+    meanwhile count as empty.
+    """
+    found, level = [], [folder]
+    for _ in range(depth):
+        children: list[Path] = []
+        for each in level:
+            with contextlib.suppress(OSError):  # a file, too
+                children += sorted(each.iterdir())
+        found += children
+        level = children
+    return found
+
+
 def _is_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    with contextlib.suppress(OSError):
+        return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    return False
 
 
 INCOMPLETE = ".incomplete"

@@ -77,10 +77,10 @@ def split_image_paths(text: str) -> tuple[str, list[str]]:
         bare = plain.rstrip(".,;:?!)")
         path = match["quoted"] or match["double"] or re.sub(r"\\(.)", r"\1", bare)
         try:
-            is_picture = path.lower().endswith(_SUFFIXES) and Path(path).expanduser().is_file()
+            is_image = path.lower().endswith(_SUFFIXES) and Path(path).expanduser().is_file()
         except (OSError, RuntimeError):
-            is_picture = False
-        if not is_picture:
+            is_image = False
+        if not is_image:
             return match[0]
         found.append(path)
         return plain[len(bare) :]

@@ -81,9 +81,9 @@ _PATIENCE_MS = 3_600_000
 """Time until an agent gives up: a long prompt takes minutes on a CPU, and the defaults are five to ten."""
 
 
-def _longest_answer(context: int) -> int:
+def _longest_answer(context: int | None) -> int:
     """Return the tokens of an answer that leave room for a prompt in a window of `context` tokens."""
-    return min(_LONGEST_ANSWER, context // 4)
+    return _LONGEST_ANSWER if context is None else min(_LONGEST_ANSWER, context // 4)
 
 
 def _opencode(at: Endpoint) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _claude(at: Endpoint) -> dict[str, Any]:
     data = {"ANTHROPIC_BASE_URL": at.root, "ANTHROPIC_MODEL": at.model}
     # It runs small tasks under names of Anthropic's models, and requests 32,000 tokens by default.
     data |= {f"ANTHROPIC_DEFAULT_{size}_MODEL": at.model for size in ("OPUS", "SONNET", "HAIKU")}
-    data["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(_LONGEST_ANSWER)
+    data["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(_longest_answer(at.context))
     data["API_TIMEOUT_MS"] = str(_PATIENCE_MS)
     # Versions before 2.1.181 begin the system prompt with a token of the request: no prefix would be found.
     data["CLAUDE_CODE_ATTRIBUTION_HEADER"] = "0"

@@ -196,6 +196,15 @@ class Command(click.Command):
         super().__init__(*args, **kwargs)
         self.params += location_options()
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the command line. Refuses NaN: every `FloatRange` accepts it."""
+        rest = super().parse_args(ctx, args)
+        for param in self.params:
+            value = ctx.params.get(param.name or "")
+            if isinstance(value, float) and value != value:  # noqa: PLR0124 - NaN, without an import
+                raise click.BadParameter("'nan' is not a number.", ctx, param)
+        return rest
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Print the command's own options first, then those with a heading under it."""
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}

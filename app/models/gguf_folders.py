@@ -20,6 +20,7 @@ from llmbox.engine.errors import ModelError
 from llmbox.engine.gguf.config import name_of
 from llmbox.engine.gguf.folder import LINK, PROJECTOR_LINK, find_matrix, write_folder
 from llmbox.engine.gguf.names import HEAD, SCORES, TABLE
+from llmbox.engine.gguf.projector import has_tower
 from llmbox.engine.gguf.reader import PART, is_gguf, read_gguf
 from llmbox.engine.ipc.profile_messages import AskRows
 
@@ -206,6 +207,8 @@ def _make(file: Path, place: Path, projector: Path | None, problem: str, *, is_a
     from ..text.tokenizer.gguf_tokenizer import write_tokenizer  # noqa: PLC0415 - the library is slow to import
 
     gguf = read_gguf(file)
+    if projector is None and not problem and has_tower(gguf):
+        projector = file
     place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = Path(tempfile.mkdtemp(dir=place.parent, prefix=".making-"))
     try:

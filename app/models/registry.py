@@ -61,7 +61,7 @@ class RecommendedModel:
         return self.name.partition(":")[0]
 
     @property
-    def reads_pictures(self) -> bool:
+    def reads_images(self) -> bool:
         return "vision_config" in self.config
 
 

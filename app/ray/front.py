@@ -69,7 +69,7 @@ class RemoteSupervisor(Supervisor):
         self._fingerprint = ""
         self._replica_info: ModelInfo | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._pictures: dict[bytes, PreparedImage] = {}
+        self._images: dict[bytes, PreparedImage] = {}
 
     async def start(self) -> None:
         """Ask a replica for its facts; wait until there is one."""
@@ -136,9 +136,9 @@ class RemoteSupervisor(Supervisor):
                 ended = RequestOutput(request_id=name, finish_reason="abort")
                 asyncio.get_running_loop().call_soon(self._requests.deliver, ended)
             case KeepImages():
-                self._pictures |= {each.content_hash: each for each in message.images}
+                self._images |= {each.content_hash: each for each in message.images}
                 for digest in message.drop:
-                    self._pictures.pop(digest, None)
+                    self._images.pop(digest, None)
             case Ping():
                 self._receive(
                     Pong(nonce=message.nonce, stats=self.stats)
@@ -146,9 +146,7 @@ class RemoteSupervisor(Supervisor):
 
     async def _stream(self, request: AddRequest) -> None:
         try:
-            pixels = [
-                replace(each, pixels=self._pictures[each.content_hash].pixels) for each in request.images
-            ]
+            pixels = [replace(each, pixels=self._images[each.content_hash].pixels) for each in request.images]
             if await self._relay(replace(request, images=pixels, fork_of=None)):
                 return
             cause = "its stream ended early"

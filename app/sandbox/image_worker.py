@@ -29,7 +29,7 @@ from PIL import (
 )
 
 from llmbox.engine.model_config.vision.config import ImageLayout, ImageProcessorConfig, VisionConfig
-from llmbox.engine.model_config.vision.shape import (
+from llmbox.engine.model_config.vision.layout import (
     ImageSizeError,
     float32,
     lay_out_image,
@@ -66,14 +66,14 @@ class ImageError(Exception):
 
 def prepare(data: bytes, vision: VisionConfig, *, low: bool, most_pixels: int) -> dict[str, Any]:
     """Return the answer, with the pixels of all tiles. Raises ImageError."""
-    picture = decode(data, most_pixels)
+    image = decode(data, most_pixels)
     try:
-        layout = lay_out_image(vision, *picture.size, low_detail=low)
+        layout = lay_out_image(vision, *image.size, low_detail=low)
     except ImageSizeError as error:
         raise ImageError(str(error)) from None
     if (size := sum(height * width for height, width in layout.tiles)) > most_pixels:
         raise ImageError(f"this model resizes it to {size:,} pixels, more than {most_pixels:,}")
-    tiles = make_tiles(picture, vision, layout)
+    tiles = make_tiles(image, vision, layout)
     if [(tile.height, tile.width) for tile in tiles] != list(layout.tiles):
         raise ImageError("its tiles have other sizes than expected")
     pixels = b"".join(tile.tobytes() for tile in tiles)
@@ -83,7 +83,7 @@ def prepare(data: bytes, vision: VisionConfig, *, low: bool, most_pixels: int) -
         "num_rows": layout.num_rows,
         "text": layout.text,
         "hashes": list(_hashes(pixels, vision, layout)),
-        "size": picture.size,
+        "size": image.size,
         ATTACHED: pixels,
     }
 
@@ -91,38 +91,38 @@ def prepare(data: bytes, vision: VisionConfig, *, low: bool, most_pixels: int) -
 def decode(data: bytes, most_pixels: int) -> Image.Image:
     """Return the first frame in RGB, turned as its EXIF data say. Raises ImageError."""
     try:
-        picture = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise ImageError("it is not a PNG, JPEG, WebP or GIF") from None
-    width, height = picture.size
+    width, height = image.size
     if width * height > most_pixels:
         raise ImageError(
             f"it has {width:,} x {height:,} pixels, more than {most_pixels:,} in all (limits.image_pixels)"
         )
-    picture.load()
-    return to_rgb(turn(picture))
+    image.load()
+    return to_rgb(turn(image))
 
 
-def turn(picture: Image.Image) -> Image.Image:
+def turn(image: Image.Image) -> Image.Image:
     """Return the image as its EXIF data turn it. Damaged data turn nothing: other viewers show it too."""
     try:
-        method = _TURNS.get(picture.getexif().get(ExifTags.Base.Orientation))
+        method = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
     except Exception:  # noqa: BLE001 - Pillow raises whatever its parser of TIFF meets
-        return picture
-    return picture if method is None else picture.transpose(method)
+        return image
+    return image if method is None else image.transpose(method)
 
 
-def to_rgb(picture: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
     """Convert to RGB: 16 bits to 8, and what is transparent over white."""
-    if picture.mode in _16_BIT:
-        picture = picture.convert("I")
-    if picture.mode == "I":
-        return picture.point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
-    if picture.mode in _TRANSPARENT or "transparency" in picture.info:
-        colors = picture.convert("RGBA")
+    if image.mode in _16_BIT:
+        image = image.convert("I")
+    if image.mode == "I":
+        return image.point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
+    if image.mode in _TRANSPARENT or "transparency" in image.info:
+        colors = image.convert("RGBA")
         white = Image.new("RGBA", colors.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, colors).convert("RGB")
-    return picture if picture.mode == "RGB" else picture.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def content_hash(pixels: bytes, vision: VisionConfig, layout: ImageLayout) -> str:
@@ -133,11 +133,11 @@ def content_hash(pixels: bytes, vision: VisionConfig, layout: ImageLayout) -> st
 
 def _hashes(pixels: bytes, vision: VisionConfig, layout: ImageLayout) -> Iterator[str]:
     """Yield the hash of each image that the engine makes of this one: of all, or of its crops."""
-    if layout.pictures == 1:
+    if layout.images == 1:
         yield content_hash(pixels, vision, layout)
         return
-    share, size = len(layout.tiles) // layout.pictures, len(pixels) // layout.pictures
-    one = replace(layout, tiles=layout.tiles[:share], tile_grid=(0, 0), pictures=1)
+    share, size = len(layout.tiles) // layout.images, len(pixels) // layout.images
+    one = replace(layout, tiles=layout.tiles[:share], tile_grid=(0, 0), images=1)
     for start in range(0, len(pixels), size):
         yield content_hash(pixels[start : start + size], vision, one)
 
@@ -159,48 +159,48 @@ def answer(message: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"it cannot be decoded: {(str(error) or type(error).__name__)[:200]}"}
 
 
-def make_tiles(picture: Image.Image, vision: VisionConfig, layout: ImageLayout) -> list[Image.Image]:
-    """Return the tiles of the layout, in RGB. `picture`: in RGB, of the size that was laid out."""
+def make_tiles(image: Image.Image, vision: VisionConfig, layout: ImageLayout) -> list[Image.Image]:
+    """Return the tiles of the layout, in RGB. `image`: in RGB, of the size that was laid out."""
     rules, sizes = vision.processor, layout.tiles
     if rules.kind == "tiles":
         rules = replace(rules, splits=layout.tile_grid != (0, 0))
-        (first, second), _, _ = tiles_of(rules, *picture.size)
-        whole = _resize(_resize(picture, first, rules.resample), second, rules.resample)
+        (first, second), _, _ = tiles_of(rules, *image.size)
+        whole = _resize(_resize(image, first, rules.resample), second, rules.resample)
         if not rules.splits:
             return [whole]
-        return [*_cut(whole, layout, rules.tile), _resize(whole, sizes[-1], rules.resample)]
+        return [*_cut(whole, layout, rules.tile, rules.tile), _resize(whole, sizes[-1], rules.resample)]
     if rules.kind == "padded_canvas":
-        return _padded_tiles(picture, vision, layout)
+        return _padded_tiles(image, vision, layout)
+    if rules.kind == "slices":
+        return _slices(image, rules, layout)
     if rules.kind == "center_crop":
-        return [_center_crop(picture, rules)]
+        return [_center_crop(image, rules)]
     if layout.tile_grid == (0, 0):
-        return [_resize(picture, sizes[0], rules.resample)]
+        return [_resize(image, sizes[0], rules.resample)]
     rows, columns = layout.tile_grid
     if rules.kind == "square":
-        return [
-            _resize(each, sizes[0], rules.resample) for each in (picture, *_crops(picture, rows, columns))
-        ]
-    whole = _resize(picture, (rows * rules.tile, columns * rules.tile), rules.resample)
-    tiles = _cut(whole, layout, rules.tile)
+        return [_resize(each, sizes[0], rules.resample) for each in (image, *_crops(image, rows, columns))]
+    whole = _resize(image, (rows * rules.tile, columns * rules.tile), rules.resample)
+    tiles = _cut(whole, layout, rules.tile, rules.tile)
     thumbnail = len(sizes) > rows * columns
-    return [*tiles, _resize(picture, sizes[-1], rules.resample)] if thumbnail else tiles
+    return [*tiles, _resize(image, sizes[-1], rules.resample)] if thumbnail else tiles
 
 
-def _padded_tiles(picture: Image.Image, vision: VisionConfig, layout: ImageLayout) -> list[Image.Image]:
-    """Return tiles of the picture in the corner of a black canvas, and the whole picture after several."""
+def _padded_tiles(image: Image.Image, vision: VisionConfig, layout: ImageLayout) -> list[Image.Image]:
+    """Return tiles of the image in the corner of a black canvas, and the whole image after several."""
     rules = replace(vision.processor, splits=layout.tile_grid != (0, 0))
-    rows, columns = padded_canvas(rules, *picture.size)
-    size = _padded_size(picture, rows * rules.tile, columns * rules.tile, rules.tile)
+    rows, columns = padded_canvas(rules, *image.size)
+    size = _padded_size(image, rows * rules.tile, columns * rules.tile, rules.tile)
     canvas = Image.new("RGB", (columns * rules.tile, rows * rules.tile))
-    canvas.paste(_resize(picture, size, rules.resample))
+    canvas.paste(_resize(image, size, rules.resample))
     if not rules.splits:
         return [canvas]
-    return [*_cut(canvas, layout, rules.tile), _resize(picture, layout.tiles[-1], rules.resample)]
+    return [*_cut(canvas, layout, rules.tile, rules.tile), _resize(image, layout.tiles[-1], rules.resample)]
 
 
-def _padded_size(picture: Image.Image, tall: int, wide: int, tile: int) -> tuple[int, int]:
-    """Return (height, width) of a picture on a canvas of `tall` x `wide` pixels; none grows beyond a tile."""
-    width, height = picture.size
+def _padded_size(image: Image.Image, tall: int, wide: int, tile: int) -> tuple[int, int]:
+    """Return (height, width) of an image on a canvas of `tall` x `wide` pixels; none grows beyond a tile."""
+    width, height = image.size
     high, broad = min(max(height, tile), tall), min(max(width, tile), wide)
     # Llama 4's processor computes in float32 where the canvas limits an edge.
     of_height = float32 if tall < max(height, tile) else float
@@ -212,34 +212,44 @@ def _padded_size(picture: Image.Image, tall: int, wide: int, tile: int) -> tuple
     return high, max(1, min(math.floor(of_height(width * down)), broad))
 
 
-def _center_crop(picture: Image.Image, rules: ImageProcessorConfig) -> Image.Image:
+def _slices(image: Image.Image, rules: ImageProcessorConfig, layout: ImageLayout) -> list[Image.Image]:
+    """Return the whole image, and its slices from a larger one (MiniCPM-V)."""
+    (whole, *slices), (rows, columns) = layout.tiles, layout.tile_grid
+    tiles = [_resize(image, whole, rules.resample)]
+    if slices:
+        tall, wide = slices[0]
+        tiles += _cut(_resize(image, (rows * tall, columns * wide), rules.resample), layout, tall, wide)
+    return tiles
+
+
+def _center_crop(image: Image.Image, rules: ImageProcessorConfig) -> Image.Image:
     """Resize the shorter edge to the side of a tile, and cut the tile from the middle."""
-    side, shorter = rules.tile, min(picture.size)
-    width, height = (int(side * edge / shorter) for edge in picture.size)
-    resized = _resize(picture, (height, width), rules.resample)
+    side, shorter = rules.tile, min(image.size)
+    width, height = (int(side * edge / shorter) for edge in image.size)
+    resized = _resize(image, (height, width), rules.resample)
     left, top = (width - side) // 2, (height - side) // 2
     return resized.crop((left, top, left + side, top + side))
 
 
-def _resize(picture: Image.Image, size: tuple[int, int], resample: int) -> Image.Image:
+def _resize(image: Image.Image, size: tuple[int, int], resample: int) -> Image.Image:
     """Resize to (height, width)."""
-    return picture.resize((size[1], size[0]), Image.Resampling(resample))
+    return image.resize((size[1], size[0]), Image.Resampling(resample))
 
 
-def _cut(picture: Image.Image, layout: ImageLayout, side: int) -> list[Image.Image]:
+def _cut(image: Image.Image, layout: ImageLayout, tall: int, wide: int) -> list[Image.Image]:
     rows, columns = layout.tile_grid
     return [
-        picture.crop((column * side, row * side, (column + 1) * side, (row + 1) * side))
+        image.crop((column * wide, row * tall, (column + 1) * wide, (row + 1) * tall))
         for row in range(rows)
         for column in range(columns)
     ]
 
 
-def _crops(picture: Image.Image, rows: int, columns: int) -> list[Image.Image]:
+def _crops(image: Image.Image, rows: int, columns: int) -> list[Image.Image]:
     """Return crops of equal size; the last one of a row or column may be smaller (Gemma 3)."""
-    tall, wide = -(-picture.height // rows), -(-picture.width // columns)
+    tall, wide = -(-image.height // rows), -(-image.width // columns)
     return [
-        picture.crop((left, top, min(left + wide, picture.width), min(top + tall, picture.height)))
+        image.crop((left, top, min(left + wide, image.width), min(top + tall, image.height)))
         for top in range(0, rows * tall, tall)
         for left in range(0, columns * wide, wide)
     ]

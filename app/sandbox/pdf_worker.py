@@ -42,7 +42,7 @@ def read_text(data: bytes) -> dict[str, Any]:
         return {"error": f"it cannot be read: {(str(error) or type(error).__name__)[:200]}"}
     text = "\n\n".join(texts)[:MOST_TEXT].encode("utf-8", "replace").decode()
     if not text.strip():
-        return {"error": "it holds no text; scanned pages are pictures"}
+        return {"error": "it holds no text; scanned pages are images"}
     return {"pages": pages, "read_pages": len(texts), "text": text}
 
 

@@ -54,7 +54,7 @@ class ToolRound(Struct, kw_only=True, forbid_unknown_fields=True):
     calls: Sequence[ToolCallRecord] = ()
 
 
-Picture = Annotated[
+ImageUrl = Annotated[
     str, Meta(max_length=700_000, pattern=r"^data:image/(jpeg|png|webp);base64,[A-Za-z0-9+/]+=*$")
 ]
 """Image as a `data:` URL, as the chat page makes it."""
@@ -76,7 +76,7 @@ class ConversationMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     """Id of the request in the log."""
     rounds: Sequence[ToolRound] = ()
     """Calls of tools before `content`."""
-    images: Annotated[Sequence[Picture], Meta(max_length=8)] = ()
+    images: Annotated[Sequence[ImageUrl], Meta(max_length=8)] = ()
     """Images of a question."""
     pair: str = ""
     """Id that two answers share that were asked for side by side."""

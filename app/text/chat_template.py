@@ -124,7 +124,7 @@ class RenderedChat:
     markers: SpecialTokenMarkers
     encode: Callable[[str, SpecialTokenMarkers], list[int]]
 
-    def with_pictures(self, placeholder: str, texts: Sequence[str]) -> "RenderedChat":
+    def with_images(self, placeholder: str, texts: Sequence[str]) -> "RenderedChat":
         """Return the prompt with its placeholders replaced by the texts of images. Raises ApiError where
         the template has written another number of them. A client's own literals stand behind a marker.
         """

@@ -26,6 +26,7 @@ VISION = tuple(
         *(
             "vision_tower",
             "vision_model",
+            "vision_encoder",
             "vision_embedder",
             "embed_vision",
             "visual",
@@ -40,6 +41,8 @@ VISION = tuple(
     )
 )
 _INNER_TOWER = "vision_tower.vision_model."
+_LIGHTON: Final = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector."}
+"""Parts of LightOnOCR, and those of Mistral 3."""
 _SPELLED = {
     "backbone.embeddings.": "model.embed_tokens.",
     "backbone.norm_f.": "model.norm.",
@@ -48,8 +51,9 @@ _SPELLED = {
     "model.norm_f.": "model.norm.",
     ".attention_layer_norm.": ".input_layernorm.",
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    ".moe.router.expert_bias": ".mlp.gate.e_score_correction_bias",
 }
-"""Parts of names in checkpoints of Nemotron-H and OLMo-hybrid, and those of other architectures."""
+"""Parts of names in checkpoints of Nemotron-H, OLMo-hybrid and Kolibri 1, and those of others."""
 _DENSE: Final = {".dense_h_to_4h.": ".up_proj.", ".dense_4h_to_h.": ".down_proj."}
 _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt_neox.embed_in.weight": {
@@ -110,11 +114,17 @@ _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
 """The same for GPT-NeoX, Falcon, the GPT-2 family (`_GPT2`), Ling and OPT, by the name of their embedding."""
 _GPT2: Final = "transformer.", "wte.weight"
 """Prefix that some checkpoints have, and the embedding of GPT-2, GPT-Neo, GPT-J and GPTBigCode."""
-_OF_OTHER_SPELLING = ("backbone.embeddings.weight", "model.embeddings.weight", ".attention_layer_norm.weight")
+_OF_OTHER_SPELLING = (
+    *("backbone.embeddings.weight", "model.embeddings.weight", ".attention_layer_norm.weight"),
+    ".moe.router.expert_bias",
+)
 
 
 def vision_name(name: str) -> str:
     name = name.removeprefix(_INSIDE)
+    for own, usual in _LIGHTON.items():
+        if name.startswith(own):
+            return usual + name.removeprefix(own)
     return f"vision_tower.{name.removeprefix(_INNER_TOWER)}" if name.startswith(_INNER_TOWER) else name
 
 

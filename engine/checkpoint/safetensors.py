@@ -1,4 +1,4 @@
-"""Header of a safetensors file, parsed and fully validated.
+"""Header of a safetensors file, parsed and fully validated, and slices of its tensors.
 
 Layout: 8 bytes little-endian length, a JSON object {name: {dtype, shape, data_offsets}}, then the data.
 Files are read and never mapped: one that shrinks later causes an error message and not a SIGBUS.
@@ -58,6 +58,28 @@ class TensorEntry:
     columns: tuple[int, int] | None = None
     """(first, total) of a transposed linear that is some columns of the stored tensor; None: all of it."""
     """True if `shape` is [outputs, inputs] of a matrix that is stored as [inputs, outputs]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSlice:
+    """Part of a dimension that one rank holds: `start .. stop` of `total`, followed by `pad` zeros."""
+
+    total: int
+    start: int
+    stop: int
+    pad: int = 0
+
+    @classmethod
+    def whole(cls, total: int) -> "ShardSlice":
+        return cls(total, 0, total)
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start + self.pad
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start == 0 and self.stop == self.total
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

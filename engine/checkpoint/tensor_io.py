@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
-from ..partition import ShardSlice
 from .index import INDEX, SINGLE
-from .safetensors import FETCH_AGAIN, TensorEntry, shown
+from .safetensors import FETCH_AGAIN, ShardSlice, TensorEntry, shown
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 ROUNDED_DTYPES = {

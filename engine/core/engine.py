@@ -305,11 +305,11 @@ class Engine:
         try:
             self._images.advance()
         except Exception as error:
-            log.exception("a picture cannot be encoded")
+            log.exception("an image cannot be encoded")
             failed = self._images.give_up()
             for request in failed:
                 self._scheduler.abort(request.request_id)
-            why = f"A picture of this request cannot be encoded: {error}"
+            why = f"An image of this request cannot be encoded: {error}"
             return [make_error_output(request.request_id, EngineError.code, why) for request in failed]
         return []
 

@@ -171,7 +171,7 @@ class Scheduler:
         if pipeline.ahead and not may_prefill and self.drafting.awaits_tokens(self._running.values()):
             return plan
         mixed = self.config.mixed_budget if decoding else 0
-        budget = ceil_div(mixed or self.config.token_budget, pipeline.stages)
+        budget = pipeline.share(mixed or self.config.token_budget)
         express = has_prompts and not self._was_express
         self._was_express = express and self._schedule_express(plan, budget, decoding, prompts, pipeline)
         if not self._was_express:
@@ -322,8 +322,7 @@ class Scheduler:
         outputs = []
         self.drafting.record_step(plan)
         for row in plan.rows:
-            request = row.request
-            request_id = request.request_id
+            request, request_id = row.request, row.request.request_id
             if row.admission != request.admissions:  # ended, aborted or preempted since it was scheduled
                 self.kv_cache.discard_row(row)
                 continue
@@ -365,8 +364,7 @@ class Scheduler:
 
     def _answer(self, request: Request, taken: list[SampledToken], drafts: Sequence[int]) -> RequestOutput:
         self.output_tokens += len(taken)
-        reason = finish_reason(request)
-        if reason is not None:
+        if (reason := finish_reason(request)) is not None:
             self._remove(request)
         return make_token_output(request, taken, reason, drafts)
 
@@ -391,8 +389,8 @@ class Scheduler:
             assert 0 <= request.num_computed <= request.num_scheduled
             assert request.num_computed < request.num_tokens
             assert request.has_open_drafts or request.num_remaining >= 0
-            blocks = len(request.block_table)
-            assert request.num_scheduled <= min(request.num_short, blocks * self.pool.block_size)
+            room = len(request.block_table) * self.pool.block_size
+            assert request.num_scheduled <= min(request.num_short, room)
             held.update(request.block_table)
         self.pool.check_holders(held)
         self.kv_cache.check(list(self._running.values()))

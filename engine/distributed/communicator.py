@@ -12,8 +12,8 @@ from torch import Tensor
 
 from llmbox.kernels.ops import Ops, PackedLinear
 
+from ..checkpoint.safetensors import ShardSlice
 from ..model_config.parallel_layout import ParallelLayout
-from ..partition import ShardSlice
 
 
 def rows_of_rank(rows: int, tp: int, rank: int) -> slice:

@@ -16,6 +16,7 @@ from llmbox.kernels.ops import Ops
 from llmbox.kernels.quant_formats import QUANTS
 
 from ..checkpoint.index import weight_files
+from ..checkpoint.safetensors import ShardSlice
 from ..config import EngineConfig
 from ..core.speculation.proposer import DraftMethod, Proposer
 from ..errors import DeviceError, ModelError
@@ -25,7 +26,6 @@ from ..model.rotary import Rotary
 from ..model_config.config import ModelConfig, parse_config
 from ..model_config.draft_heads import Eagle3Config, MedusaConfig, read_draft_head
 from ..model_config.parallel_layout import ParallelLayout
-from ..partition import ShardSlice
 from ..planning.memory_model import MOST_DRAFT_ROWS, PROMPT_LOGPROB_ROWS
 from ..planning.memory_plan import MemoryPlan
 from ..planning.runnable import why_no_drafts

@@ -21,7 +21,7 @@ from ..hardware.machine import show_bytes
 from ..model.decoder import Decoder
 from ..model.draft_heads import DraftHead
 from ..model.rotary import Rotary
-from ..model_config.vision.shape import PICTURE_ROWS
+from ..model_config.vision.config import IMAGE_ROWS
 from ..planning.memory_model import CUDA_CONTEXT, capture_sizes, graphs_reserve
 from ..planning.memory_plan import MemoryPlan
 from ..runner.cuda_graphs import CudaCapture, GraphCapture
@@ -30,7 +30,7 @@ from ..runner.draft_model import DraftModel
 from ..runner.gpu_inputs import DeviceSizes
 from ..runner.gpu_runner import GPUModelRunner
 from ..runner.image_rows import EncodedImages
-from .warmup import num_warmup_blocks, run_warmup, trial_picture
+from .warmup import num_warmup_blocks, run_warmup, trial_image
 
 log = logging.getLogger("llmbox.engine")
 
@@ -237,11 +237,11 @@ def profile_kv_blocks(
     window_bytes = plan.block_size * plan.window_bytes_per_token
     caches = (needed + 1) * (block_bytes + window_bytes) + plan.state_bytes
     workspace = max(0, meter.peak() - weights - caches)
-    pictures = measure_pictures(runner, plan, meter)
+    images = measure_images(runner, plan, meter)
     workspace += config.lora_bytes if config.plans_adapters else 0
     del runner
     meter.reset_peak()
-    measured = MemoryProfile(weights, workspace + pictures, meter.runtime(), graphs, plan.state_bytes)
+    measured = MemoryProfile(weights, workspace + images, meter.runtime(), graphs, plan.state_bytes)
     per_context = -(-plan.context // plan.block_size)
     wanted = plan.max_running * per_context
     if config.kv_tokens is not None:
@@ -251,9 +251,9 @@ def profile_kv_blocks(
     if blocks < min(per_context, wanted):
         raise DoesNotFit(_refusal(measured, plan, blocks, per_context, block_bytes))
     log.info(
-        "memory measured: weights %s, a step %s, pictures %s, CUDA %s, graphs at most %s, %sKV %s "
+        "memory measured: weights %s, a step %s, images %s, CUDA %s, graphs at most %s, %sKV %s "
         "(estimated %s)",
-        *map(show_bytes, (weights, workspace, pictures, measured.runtime, graphs)),
+        *map(show_bytes, (weights, workspace, images, measured.runtime, graphs)),
         _show_states(measured),
         show_bytes(blocks * block_bytes + windows),
         show_bytes(plan.kv_bytes),
@@ -261,7 +261,7 @@ def profile_kv_blocks(
     return replace(plan, num_blocks=blocks, workspace_bytes=measured.total - weights - measured.states)
 
 
-def measure_pictures(runner: GPUModelRunner, plan: MemoryPlan, meter: MemoryMeter) -> int:
+def measure_images(runner: GPUModelRunner, plan: MemoryPlan, meter: MemoryMeter) -> int:
     """Return the bytes that it takes to encode the largest image that memory is planned for, and to keep
     embeddings. A small one is encoded too, so that its kernels are compiled.
     """
@@ -269,8 +269,8 @@ def measure_pictures(runner: GPUModelRunner, plan: MemoryPlan, meter: MemoryMete
         return 0
     meter.reset_peak()
     before = meter.allocated()
-    for side in (1, math.isqrt(PICTURE_ROWS)):
-        runner.images.try_out(trial_picture(runner.images.config, side))
+    for side in (1, math.isqrt(IMAGE_ROWS)):
+        runner.images.try_out(trial_image(runner.images.config, side))
     return plan.image_cache_bytes + max(0, meter.peak() - before)
 
 

@@ -117,6 +117,7 @@ def load_rank(
     target = DraftTarget(config, plan, model, ops, threads, kv_dtype, progress, device)
     runner: CPUModelRunner | Callable[[Agree], tuple[GPUModelRunner, MemoryPlan]]
     proposers: Sequence[Proposer] = ()
+    head = ""
     takes_adapters = model.adapters is not None
     if overlaps:
         # Recurrent layers verify drafts as they compute prompts.
@@ -126,7 +127,8 @@ def load_rank(
         takes_adapters = model.adapters is not None and model.adapters.takes_tiles
     else:
         runner = _make_cpu_runner(target, parts, rank)
-        proposers, head = load_proposers(replace(target, runner=runner))
+        if rank.layout.rank == 0:  # it schedules, so it drafts
+            proposers, head = load_proposers(replace(target, runner=runner))
     kernels += (head,) if head else ()
     return RankEngine(
         rotary,

@@ -9,7 +9,7 @@ from ..core.request import Request
 from ..core.step import ScheduledRequest, StepPlan
 from ..ipc.messages import PreparedImage
 from ..model_config.vision.config import VisionConfig
-from ..model_config.vision.shape import lay_out_image
+from ..model_config.vision.layout import lay_out_image
 from ..planning.memory_plan import MemoryPlan
 from ..runner.draft_head import DeviceHeadRunner
 from ..runner.gpu_runner import GPUModelRunner
@@ -110,7 +110,7 @@ def run_warmup(runner: GPUModelRunner, plan: MemoryPlan, row_counts: Sequence[in
     count = 0
     steps = warmup_steps(plan, row_counts)
     if runner.images is not None:
-        steps = chain(steps, picture_steps(plan, runner.images))
+        steps = chain(steps, image_steps(plan, runner.images))
     for step in steps:
         if isinstance(runner, DeviceHeadRunner):
             step = _of_head(step)  # noqa: PLW2901
@@ -130,17 +130,17 @@ def _of_head(step: StepPlan) -> StepPlan:
     return StepPlan([row for row in rows if row.num_tokens])
 
 
-def picture_steps(plan: MemoryPlan, images: EncodedImages) -> Iterator[StepPlan]:
+def image_steps(plan: MemoryPlan, images: EncodedImages) -> Iterator[StepPlan]:
     """Yield a step with a small image, whose embeddings are zeros."""
-    image = trial_picture(images.config, 1)
+    image = trial_image(images.config, 1)
     if image.num_rows + 1 < plan.context:
-        row = sequence(plan, image.num_rows + 1, image.num_rows + 1, "picture")
+        row = sequence(plan, image.num_rows + 1, image.num_rows + 1, "image")
         row.request.images = [image]
         piece = image.content_hash, 0, image.num_rows
         yield StepPlan([row], embeddings={piece: bytes(image.num_rows * images.row_bytes)})
 
 
-def trial_picture(vision: VisionConfig, side: int) -> PreparedImage:
+def trial_image(vision: VisionConfig, side: int) -> PreparedImage:
     """Return a black image of `side` x `side` embeddings, or of the nearest size that the model takes."""
     layout = lay_out_image(vision, side * vision.processor.unit, side * vision.processor.unit)
     return PreparedImage(

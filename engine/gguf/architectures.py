@@ -41,6 +41,7 @@ from .mixed_layers import (
     gemma4_fields,
     gemma_embedding_fields,
     gemma_fields,
+    glm_dsa_fields,
     granite_hybrid_fields,
     jamba_fields,
     kimi_linear_fields,
@@ -142,6 +143,7 @@ ARCHITECTURES: Final = {
     "glm4": GgufArchitecture(name="Glm4ForCausalLM", layer=GLM4, is_partial=True),
     "glm4moe": _GLM4_MOE,
     "deepseek2": GgufArchitecture(name="DeepseekV3ForCausalLM", fields=deepseek2_fields),
+    "glm-dsa": GgufArchitecture(name="GlmMoeDsaForCausalLM", fields=glm_dsa_fields),
     "dots1": replace(_GLM4_MOE, name="Dots1ForCausalLM", layer=LAYER),
     "bailingmoe2": replace(_GLM4_MOE, name="BailingMoeV2ForCausalLM", layer=LAYER),
     "minimax-m2": GgufArchitecture(name="MiniMaxM2ForCausalLM", is_partial=True, fields=minimax_fields),
@@ -216,7 +218,7 @@ Qwen3-Next is read as Qwen3.5: files have the linears of its gated delta nets in
 _OTHER_FILES: Final = {
     "adapter": "a LoRA adapter: name the file of its base model (adapters are read from PEFT's folders)",
     "imatrix": "an importance matrix, which helps to quantize: name the file of the model",
-    "mmproj": "a projector (mmproj), the part of a model that reads pictures: name the file of the language "
+    "mmproj": "a projector (mmproj), the part of a model that reads images: name the file of the language "
     "model, and leave this one beside it",
 }
 """Values of `general.type` of files that hold no model."""

@@ -13,7 +13,7 @@ from ..errors import ModelError
 from ..model_config.architectures import named_architecture
 from ..model_config.fields import Fields
 from .architectures import GgufArchitecture, architecture_of
-from .names import SCORES
+from .names import SCORES, parts_of_model
 from .reader import FLOATS, GgufFile
 
 LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -30,6 +30,7 @@ RANKING: Final = {"qwen3", "qwen3vl"}
 """Decoders of which files may be rerankers (Qwen3-Reranker): they have the rows of the answers in place of a
 head, or are asked as they are.
 """
+_BIAS: Final = re.compile(r"blk\.\d+\.attn_(q|qkv)\.bias")
 _ENDLESS: Final = 1e29
 """Divisors from here on stand for dimensions that are not rotated."""
 
@@ -53,8 +54,8 @@ def config_of(gguf: GgufFile, factors: RopeFactors | None = None) -> dict[str, A
         "max_position_embeddings": gguf.integer("context_length"),
         "rms_norm_eps": gguf.number("attention.layer_norm_rms_epsilon", 1e-5),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "attention_bias": any(name.endswith((".attn_q.bias", ".attn_qkv.bias")) for name in gguf.tensors),
-        "mlp_bias": any(name.endswith(".ffn_up.bias") for name in gguf.tensors),
+        "attention_bias": any(_BIAS.fullmatch(name) for name in gguf.tensors),
+        "mlp_bias": any(re.fullmatch(r"blk\.\d+\.ffn_up\.bias", name) for name in gguf.tensors),
     }
     if kind.activation:
         config["hidden_act"] = kind.activation
@@ -222,7 +223,8 @@ def llama3_factors(factor: float, theta: float, head_dim: int) -> list[float]:
 
 def dtype_of(gguf: GgufFile) -> str:
     """Return the dtype of the new checkpoint: float32 for a file of float32 matrices only, else bfloat16."""
-    matrices = {entry.dtype for entry in gguf.tensors.values() if len(entry.shape) > 1}
+    tensors = parts_of_model(gguf.tensors).values()
+    matrices = {entry.dtype for entry in tensors if len(entry.shape) > 1}
     return "float32" if matrices == {"F32"} else "bfloat16"
 
 

@@ -25,7 +25,7 @@ from .architectures import architecture_of
 from .config import RANKING, RopeFactors, config_of, dtype_of, generation_of, rope_factors
 from .families import has_scores
 from .names import HEAD, SCORES, TABLE
-from .projector import PROJECTOR_FAMILIES, read_projector, with_vision
+from .projector import read_projector, with_vision
 from .reader import BLOCKS, FLOATS, GgufFile, read_gguf
 
 LINK = "llmbox.gguf"
@@ -35,12 +35,11 @@ a `model.gguf` beside safetensors is another file.
 
 PROJECTOR_LINK = "llmbox.mmproj.gguf"
 """Name of the link to the projector file."""
-_SEEING = {name for family in PROJECTOR_FAMILIES.values() for name in family.architectures} - {
-    "llama",
-    "lfm2",
+_SEEING: Final = {
+    *("gemma3", "gemma4", "llama4", "mistral3", "mistral4"),
+    *("qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"),
 }
 """Architectures that nearly always have a projector."""
-
 
 ROWS_FILE = "llmbox.rows.json"
 """Places of the matrices of which rows rank and classify texts. With them nobody has to read the header of
@@ -84,7 +83,7 @@ def describe_blocks(gguf: GgufFile) -> dict[str, Any] | None:
     weights: Counter[str] = Counter()
     groups: dict[str, list[TensorEntry]] = {"layers": [], "head": [], "table": []}
     for name, entry in gguf.tensors.items():
-        if len(entry.shape) < 2 or name.endswith("ffn_gate_inp.weight"):
+        if len(entry.shape) < 2 or name.endswith("ffn_gate_inp.weight") or name.startswith(("v.", "mm.")):
             continue
         weights[entry.dtype] += prod(entry.shape)
         groups[

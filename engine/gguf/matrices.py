@@ -49,6 +49,8 @@ def matrices_of(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
     found: Shapes = {}
     if kind == "full_attention":
         found |= _latent(gguf, config) if config.get("kv_lora_rank") else _attention(gguf, config, layer)
+        if config.get("indexer_types", ["shared"] * (layer + 1))[layer] == "full":
+            found |= _indexer(config)
         if "mamba_d_ssm" in config:
             found |= _mamba(gguf, config)
     elif kind == "linear_attention":
@@ -129,6 +131,12 @@ def _latent(gguf: GgufFile, config: dict[str, Any]) -> Shapes:
     if any(name.endswith(".attn_kv_b.weight") for name in gguf.tensors):
         return found | {"attn_kv_b": (heads * (keys + values), rank)}
     return found | {"attn_k_b": (heads, rank, keys), "attn_v_b": (heads, values, rank)}
+
+
+def _indexer(config: dict[str, Any]) -> Shapes:
+    heads, width, hidden = config["index_n_heads"], config["index_head_dim"], config["hidden_size"]
+    queries = {"indexer.attn_q_b": (heads * width, config["q_lora_rank"])}
+    return {**queries, "indexer.attn_k": (width, hidden), "indexer.proj": (heads, hidden)}
 
 
 def _mamba1(gguf: GgufFile, hidden: int) -> Shapes:

@@ -51,6 +51,20 @@ def olmo2_fields(gguf: GgufFile, config: Config) -> Config:
     return windows_by_type(gguf, config) | olmo3 | {"rope_parameters": {FULL: rope, SLIDING: plain}}
 
 
+def glm_dsa_fields(gguf: GgufFile, config: Config) -> Config:
+    """Add latent attention, experts and indexers, which layers without tensors of one share."""
+    layers = range(config["num_hidden_layers"])
+    indexed = [f"blk.{layer}.indexer.attn_k.weight" in gguf.tensors for layer in layers]
+    return {
+        **latent_fields(gguf, config),
+        **routed_experts(gguf, config),
+        "index_n_heads": gguf.integer("attention.indexer.head_count"),
+        "index_head_dim": gguf.integer("attention.indexer.key_length"),
+        "index_topk": gguf.integer("attention.indexer.top_k"),
+        "indexer_types": ["full" if each else "shared" for each in indexed],
+    }
+
+
 def qwen3_5_fields(gguf: GgufFile, config: Config) -> Config:
     """Add gated delta nets, whose linears are split in files as those of Qwen3.5."""
     heads, key_heads = gguf.integer("ssm.time_step_rank"), gguf.integer("ssm.group_count")
@@ -93,8 +107,11 @@ def gemma_fields(gguf: GgufFile, config: Config) -> Config:
     scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
     theta = 1e4 if gguf.architecture in {"gemma", "gemma2"} else 1e6
     rope = config.pop("rope_parameters")
+    if rope["rope_type"] == "default" and gguf.value("vision.block_count"):
+        rope = {"rope_type": "linear", "factor": 8.0}  # Ollama's files of Gemma 3 do not say it
     return {
         "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": gguf.number("attention.layer_norm_rms_epsilon", 1e-6),
         "query_pre_attn_scalar": scalar,
         "sliding_window": gguf.value("attention.sliding_window"),
         "attn_logit_softcapping": gguf.value("attn_logit_softcapping"),

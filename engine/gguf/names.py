@@ -52,6 +52,10 @@ LAYER: Final[Names] = {
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -240,10 +244,10 @@ _OF_EXPERT = re.compile(r"(?:(?:mlp|block_sparse_moe|mixer|feed_forward)\.)?expe
 _OF_STACK = re.compile(r"model\.(\w+)\.(\d+)")
 NOT_NEEDED = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
-    r"|(blk\.\d+|output)\.(\w+\.)?input_scale|dense_[23]\.(weight|bias)"
+    r"|(blk\.\d+|output)\.(\w+\.)?input_scale|dense_[23]\.(weight|bias)|(v|mm)\..+"
 )
 """Tensors that are no part of the transformer: config.json has their content, they are of activations in 4
-bits (NVFP4), or of dense layers over the pooled vector.
+bits (NVFP4), of dense layers over the pooled vector, or of a vision tower, which Ollama's files have inside.
 """
 
 SCORES: Final = "cls.output.weight"

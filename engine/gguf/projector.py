@@ -1,296 +1,40 @@
-"""Projector file of a GGUF model (mmproj): its vision tower as a checkpoint's config.json describes it.
+"""Projector file of a GGUF model (mmproj): the vision tower as config.json describes it, and its tensors by a
+checkpoint's names. Torch-free.
 
-Keys are those of llama.cpp's tools/mtmd/clip-impl.h. Torch-free.
+Names are those of llama.cpp's tools/mtmd/clip-impl.h; what its conversion/ changes is a `ProjectorLayout`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ..checkpoint.safetensors import shown
 from ..errors import ModelError
-from ..model_config.fields import MAX_LAYERS, Fields, show
-from ..model_config.vision.families import VISION_FAMILIES, describe_vision
-from .projector_tensors import check_projector_tensors
+from ..model_config.fields import Fields
+from ..model_config.vision.config import TowerConfig, VisionConfig
+from ..model_config.vision.families import VISION_FAMILIES, describe_vision, list_tower_tensors
+from .names import TABLE
+from .projector_families import ClipFields, ProjectorFamily, family_of
 from .reader import GgufFile, read_gguf
 
 CLIP: Final = "clip"
 """Architecture of such files."""
-
-
-class ClipFields(Fields):
-    """Metadata of a projector file, by keys without `clip.vision.`."""
-
-    def __init__(self, file: GgufFile) -> None:
-        at = "clip.vision."
-        keys = {key.removeprefix(at): value for key, value in file.metadata.items() if key.startswith(at)}
-        super().__init__(keys, f"{file.path}: {at}")
-        self.file = file
-
-    @property
-    def hidden_size(self) -> int:
-        return self.integer("embedding_length")
-
-    @property
-    def intermediate_size(self) -> int:
-        """Width of the MLP by its tensor: files of Qwen2-VL have another number in their metadata."""
-        name = "v.blk.0.ffn_up.weight"
-        entry = self.file.tensors.get(name)
-        if entry is None or len(entry.shape) != 2:
-            raise ModelError(
-                f"{self.file.path}: tensor {shown(name)} is missing: the vision tower is incomplete"
-            )
-        return entry.shape[0] if entry.shape[1] == self.hidden_size else entry.shape[1]
-
-    def activation(self, gelu: str = "gelu_pytorch_tanh") -> str:
-        if self.file.metadata.get("clip.use_silu"):
-            return "silu"
-        return gelu if self.file.metadata.get("clip.use_gelu") else "quick_gelu"
-
-    def tower(self) -> dict[str, Any]:
-        """Return the values of `vision_config` under the names that most families have."""
-        return {
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.integer("block_count", most=MAX_LAYERS),
-            "num_attention_heads": self.integer("attention.head_count"),
-            "patch_size": self.integer("patch_size"),
-            "image_size": self.integer("image_size"),
-            "layer_norm_eps": float(f"{self.number('attention.layer_norm_epsilon', 1e-6):.7g}"),
-            "hidden_act": self.activation(),
-        }
-
-    def qwen_tower(self) -> dict[str, Any]:
-        """Return the values that Qwen's towers have."""
-        found = self.tower()
-        names = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
-        kept = ("hidden_size", "intermediate_size", "patch_size", "hidden_act")
-        return {
-            **{key: found[key] for key in kept},
-            **{ours: found[theirs] for theirs, ours in names.items()},
-            "spatial_merge_size": self.integer("spatial_merge_size", 2),
-        }
-
-    def pixel_limits(self, least: int, most: int) -> dict[str, int]:
-        """Return the limits of an image; files seldom have them, then those of the published models."""
-        return {
-            "min_pixels": self.integer("image_min_pixels", least),
-            "max_pixels": self.integer("image_max_pixels", most),
-        }
-
-
-Described = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
-"""`vision_config`, further keys of config.json, and preprocessor_config.json."""
-
-
-def _gemma3(clip: ClipFields) -> Described:
-    tower = clip.tower()
-    across = tower["image_size"] // tower["patch_size"] // clip.integer("projector.scale_factor", 4)
-    return tower, {"mm_tokens_per_image": across**2}, {}
-
-
-def _gemma4(clip: ClipFields) -> Described:
-    tower = clip.tower()
-    tower |= {
-        "hidden_activation": "gelu_pytorch_tanh",  # files do not say it
-        "rms_norm_eps": tower.pop("layer_norm_eps"),
-        "head_dim": tower["hidden_size"] // tower["num_attention_heads"],
-        "num_key_value_heads": tower["num_attention_heads"],
-        "pooling_kernel_size": clip.integer("projector.scale_factor", 3),
-        "use_clipped_linears": "v.blk.0.attn_q.input_min" in clip.file.tensors,
-        "standardize": "v.std_bias" in clip.file.tensors,
-    }
-    table = clip.file.tensors.get("v.position_embd.weight")
-    if table is not None and len(table.shape) == 3:
-        tower["position_embedding_size"] = table.shape[1]
-    return tower, {}, {}
-
-
-def _gemma4_unified(clip: ClipFields) -> Described:
-    hidden = clip.hidden_size
-    tower = {
-        "patch_size": clip.integer("patch_size"),
-        "pooling_kernel_size": clip.integer("projector.scale_factor", 3),
-        "mm_embed_dim": hidden,
-        "output_proj_dims": hidden,
-        "rms_norm_eps": float(f"{clip.number('attention.layer_norm_epsilon', 1e-6):.7g}"),
-    }
-    table = clip.file.tensors.get("v.position_embd.weight")
-    if table is not None and len(table.shape) == 3:
-        tower["mm_posemb_size"] = table.shape[1]
-    return tower, {}, {}
-
-
-def _qwen2_vl(clip: ClipFields) -> Described:
-    tower = clip.qwen_tower()
-    inner, hidden = tower.pop("intermediate_size"), tower.pop("hidden_size")
-    # The half keeps rounding from losing one.
-    tower |= {"embed_dim": hidden, "mlp_ratio": (inner + 0.5) / hidden, "hidden_size": _width(clip)}
-    return tower, {}, clip.pixel_limits(56 * 56, 28 * 28 * 16384)
-
-
-def _qwen2_5_vl(clip: ClipFields) -> Described:
-    tower = clip.qwen_tower()
-    every = clip.integer("n_wa_pattern", 8)
-    full = list(range(every - 1, tower["depth"], every))
-    tower |= {"out_hidden_size": _width(clip), "fullatt_block_indexes": full or [tower["depth"]]}
-    tower |= {"window_size": clip.integer("window_size", 112)}
-    return tower, {}, clip.pixel_limits(56 * 56, 28 * 28 * 16384)
-
-
-def _qwen3_vl(clip: ClipFields) -> Described:
-    tower = clip.qwen_tower()
-    levels = clip.raw.get("is_deepstack_layers") or []
-    if not isinstance(levels, list):
-        raise clip.error(f"is_deepstack_layers must be a list, not {show(levels)}")
-    table = clip.file.tensors.get("v.position_embd.weight")
-    tower |= {
-        "out_hidden_size": _width(clip),
-        "deepstack_visual_indexes": [layer for layer, is_level in enumerate(levels) if is_level],
-        "num_position_embeddings": table.shape[0] if table is not None else 2304,
-    }
-    return tower, {}, clip.pixel_limits(65536, 1 << 24)
-
-
-def _pixtral(clip: ClipFields) -> Described:
-    tower = clip.tower() | {"model_type": "pixtral", "hidden_act": clip.activation("gelu")}
-    theta = clip.file.metadata.get("clip.rope.freq_base", clip.raw.get("rope.freq_base"))
-    if theta is not None:
-        tower["rope_theta"] = theta
-    keys = {
-        "spatial_merge_size": clip.integer("spatial_merge_size", 1),
-        "multimodal_projector_bias": "mm.1.bias" in clip.file.tensors,
-        "vision_feature_layer": -1,
-        "vision_feature_select_strategy": "full",
-    }
-    return tower, keys, {"size": {"longest_edge": tower["image_size"]}}
-
-
-def _idefics3(clip: ClipFields) -> Described:
-    tower = clip.tower()
-    tile = tower["image_size"]
-    longest = clip.integer("preproc_image_size", 4 * tile)
-    rules = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": tile}}
-    return tower, {"scale_factor": clip.integer("projector.scale_factor", 2)}, rules
-
-
-def _lfm2(clip: ClipFields) -> Described:
-    tensors = clip.file.tensors
-    table, first = tensors.get("v.position_embd.weight"), tensors.get("mm.1.weight")
-    tower = clip.tower() | ({} if table is None else {"num_patches": table.shape[0]})
-    keys = {
-        "downsample_factor": clip.integer("projector.scale_factor", 2),
-        "projector_bias": "mm.1.bias" in tensors,
-        "projector_use_layernorm": "mm.input_norm.weight" in tensors,
-    }
-    if first is not None:
-        keys["projector_hidden_size"] = first.shape[0]
-    filters = {"lanczos": 1, "bilinear": 2, "bicubic": 3}
-    number = filters.get(clip.text("image_resize_algo", "bilinear"))
-    return tower, keys, {} if number is None else {"resample": number}
-
-
-def _width(clip: ClipFields) -> int:
-    return clip.integer("projection_dim")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProjectorFamily:
-    """Vision-language family by the projector type of its files."""
-
-    name: str
-    """Class name in `architectures` of config.json."""
-    model_type: str
-    text_model_type: str = ""
-    """`model_type` of its language model; empty: as of a file of text alone."""
-    architectures: tuple[str, ...]
-    """Architectures of the files beside it."""
-    image_mark: str
-    """Token whose rows take embeddings, by its text."""
-    describe: Callable[[ClipFields], Described]
-
-
-PROJECTOR_FAMILIES: Final = {
-    "gemma3": ProjectorFamily(
-        name="Gemma3ForConditionalGeneration",
-        model_type="gemma3",
-        architectures=("gemma3",),
-        image_mark="<image_soft_token>",
-        describe=_gemma3,
-    ),
-    "gemma4v": ProjectorFamily(
-        name="Gemma4ForConditionalGeneration",
-        model_type="gemma4",
-        architectures=("gemma4",),
-        image_mark="<|image|>",
-        describe=_gemma4,
-    ),
-    "gemma4uv": ProjectorFamily(
-        name="Gemma4UnifiedForConditionalGeneration",
-        model_type="gemma4_unified",
-        text_model_type="gemma4_unified_text",
-        architectures=("gemma4",),
-        image_mark="<|image|>",
-        describe=_gemma4_unified,
-    ),
-    "qwen2vl_merger": ProjectorFamily(
-        name="Qwen2VLForConditionalGeneration",
-        model_type="qwen2_vl",
-        text_model_type="qwen2_vl_text",
-        architectures=("qwen2vl",),
-        image_mark="<|image_pad|>",
-        describe=_qwen2_vl,
-    ),
-    "qwen2.5vl_merger": ProjectorFamily(
-        name="Qwen2_5_VLForConditionalGeneration",
-        model_type="qwen2_5_vl",
-        text_model_type="qwen2_5_vl_text",
-        architectures=("qwen2vl",),
-        image_mark="<|image_pad|>",
-        describe=_qwen2_5_vl,
-    ),
-    "qwen3vl_merger": ProjectorFamily(
-        name="Qwen3VLForConditionalGeneration",
-        model_type="qwen3_vl",
-        text_model_type="qwen3_vl_text",
-        architectures=("qwen3vl", "qwen3vlmoe"),
-        image_mark="<|image_pad|>",
-        describe=_qwen3_vl,
-    ),
-    "pixtral": ProjectorFamily(
-        name="Mistral3ForConditionalGeneration",
-        model_type="mistral3",
-        text_model_type="mistral",
-        architectures=("llama",),
-        image_mark="[IMG]",
-        describe=_pixtral,
-    ),
-    "idefics3": ProjectorFamily(
-        name="Idefics3ForConditionalGeneration",
-        model_type="idefics3",
-        architectures=("llama",),
-        image_mark="<image>",
-        describe=_idefics3,
-    ),
-    "lfm2": ProjectorFamily(
-        name="Lfm2VlForConditionalGeneration",
-        model_type="lfm2_vl",
-        text_model_type="lfm2",
-        architectures=("lfm2",),
-        image_mark="<image>",
-        describe=_lfm2,
-    ),
+_INSIDE: Final[Mapping[str, Mapping[str, str]]] = {
+    "gemma3": {
+        "v.patch_embedding": "v.patch_embd",
+        "v.position_embedding": "v.position_embd",
+        "v.post_layernorm": "v.post_ln",
+        ".layer_norm": ".ln",
+        ".attn_output": ".attn_out",
+        ".mlp.fc1": ".ffn_up",
+        ".mlp.fc2": ".ffn_down",
+        "mm.mm_": "mm.",
+    },
 }
-"""Families by `clip.projector_type`."""
-_PIXTRAL_12B: Final = replace(
-    PROJECTOR_FAMILIES["pixtral"], name="LlavaForConditionalGeneration", model_type="llava"
-)
-"""Family of such files without a merger of patches."""
-_MOE: Final = {
-    "qwen3vlmoe": ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", "qwen3_vl_moe_text"),
-}
-"""Class, `model_type` and that of the language model, by architectures with experts."""
+"""Parts of tensors' names in files of Ollama's library, which have the tower inside, and those of a projector
+file; by architecture."""
 
 
 def read_projector(path: Path) -> GgufFile:
@@ -299,7 +43,11 @@ def read_projector(path: Path) -> GgufFile:
 
 
 def check_projector(file: GgufFile) -> GgufFile:
-    """Return the file. Raises ModelError where it is no projector that is read here."""
+    """Return the file; of a model with a tower inside that tower. Raises ModelError where it is no projector
+    that is read here.
+    """
+    if has_tower(file):
+        return _tower_inside(file)
     if file.architecture != CLIP:
         raise ModelError(
             f"{file.path} is not a projector (mmproj) file: it contains a {file.architecture} model"
@@ -308,19 +56,30 @@ def check_projector(file: GgufFile) -> GgufFile:
     return file
 
 
-def family_of(file: GgufFile) -> ProjectorFamily:
-    kind = file.metadata.get("clip.vision.projector_type", file.metadata.get("clip.projector_type"))
-    kind = kind if isinstance(kind, str) else show(kind)
-    if file.metadata.get("clip.has_vision_encoder") is not True and kind not in PROJECTOR_FAMILIES:
-        raise ModelError(f"{file.path} has no vision tower")
-    if kind not in PROJECTOR_FAMILIES:
-        raise ModelError(
-            f"{file.path}: projector {kind[:80]!r} is not supported; supported: "
-            f"{', '.join(PROJECTOR_FAMILIES)}"
-        )
-    if kind == "pixtral" and "mm.patch_merger.weight" not in file.tensors:
-        return _PIXTRAL_12B
-    return PROJECTOR_FAMILIES[kind]
+def has_tower(file: GgufFile) -> bool:
+    """Return whether a model's file has its vision tower inside, as those of Ollama's library."""
+    return file.architecture in _INSIDE and bool(file.value("vision.block_count"))
+
+
+def _tower_inside(file: GgufFile) -> GgufFile:
+    """Return the tower of such a file as a projector file has it."""
+    kind, names = file.architecture, _INSIDE[file.architecture]
+    at, metadata = f"{kind}.vision.", dict[str, Any]()
+    for key, value in file.metadata.items():
+        if key.startswith(at):
+            metadata[f"clip.vision.{key.removeprefix(at)}"] = value
+    metadata |= {"clip.has_vision_encoder": True, "clip.projector_type": kind, "clip.use_gelu": True}
+    metadata["clip.vision.projection_dim"] = file.value("embedding_length")
+    across = file.integer("vision.image_size") // file.integer("vision.patch_size")
+    rows = round(file.integer("mm.tokens_per_image", 256) ** 0.5)
+    metadata["clip.vision.projector.scale_factor"] = max(1, across // rows)
+    tensors = {}
+    for name, entry in file.tensors.items():
+        if name.startswith(("v.", "mm.")):
+            for theirs, usual in names.items():
+                name = name.replace(theirs, usual)  # noqa: PLW2901
+            tensors[name] = entry
+    return replace(file, metadata=metadata, tensors=tensors)
 
 
 def with_vision(
@@ -332,26 +91,24 @@ def with_vision(
     projector lacks a tensor.
     """
     family, clip = family_of(projector), ClipFields(projector)
-    if gguf.architecture not in family.architectures:
+    if gguf.architecture not in family.types:
         raise ModelError(
-            f"{projector.path} is for {' or '.join(family.architectures)}, and {gguf.path.name} is "
+            f"{projector.path} is for {' or '.join(family.types)}, and {gguf.path.name} is "
             f"{gguf.architecture}: they do not belong to the same model"
         )
-    if _width(clip) != config["hidden_size"]:
+    if clip.width != config["hidden_size"]:
         raise ModelError(
-            f"{projector.path} has embeddings of {_width(clip)} numbers, {gguf.path.name} has "
+            f"{projector.path} has embeddings of {clip.width} numbers, {gguf.path.name} has "
             f"{config['hidden_size']}: they do not belong to the same model"
         )
-    name, model_type, text_type = _MOE.get(
-        gguf.architecture, (family.name, family.model_type, family.text_model_type)
-    )
+    name, model_type, text_type = family.types[gguf.architecture]
     tower, keys, rules = family.describe(clip)
     text = dict(config)
     whole = {key: text.pop(key) for key in ("quantization_config",) if key in text}
     text |= {"model_type": text_type or text["model_type"]}
-    if family.model_type.startswith("qwen"):
-        text["rope_parameters"] = text["rope_parameters"] | _sections(gguf, family)
-    token = _token_id(gguf, projector, family)
+    if model_type.startswith(("qwen", "glm")):
+        text["rope_parameters"] = text["rope_parameters"] | _sections(gguf, model_type)
+    mark, token = _image_token(gguf, projector, family)
     found = {
         "architectures": [name],
         "model_type": model_type,
@@ -359,6 +116,7 @@ def with_vision(
         **keys,
         "image_token_id": token,
         "image_token_index": token,
+        "image_token": mark,
         "text_config": text,
         "vision_config": tower,
         **whole,
@@ -372,20 +130,194 @@ def with_vision(
     return found, rules
 
 
-def _sections(gguf: GgufFile, family: ProjectorFamily) -> dict[str, Any]:
+def _sections(gguf: GgufFile, model_type: str) -> dict[str, Any]:
     """Return the sections of M-RoPE, of which files have four; without them the family's are taken."""
     sections = gguf.value("rope.dimension_sections")
-    known: dict[str, Any] = {"mrope_interleaved": True} if family.model_type.startswith("qwen3") else {}
+    known: dict[str, Any] = {"mrope_interleaved": True} if model_type.startswith("qwen3") else {}
     if isinstance(sections, list) and len(sections) >= 3:
         known["mrope_section"] = sections[:3]
     return known
 
 
-def _token_id(gguf: GgufFile, projector: GgufFile, family: ProjectorFamily) -> int:
-    words = gguf.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(words, list) or family.image_mark not in words:
-        raise ModelError(
-            f"{projector.path}: the vocabulary of {gguf.path.name} has no {family.image_mark}, which stands "
-            "for a picture: they do not belong to the same model"
-        )
-    return words.index(family.image_mark)
+def _image_token(gguf: GgufFile, projector: GgufFile, family: ProjectorFamily) -> tuple[str, int]:
+    """Return text and id of the token whose rows take embeddings."""
+    words, rows = gguf.metadata.get("tokenizer.ggml.tokens"), gguf.tensors[TABLE].shape[0]
+    for mark in family.image_marks:
+        if isinstance(words, list) and mark in words[:rows]:
+            return mark, words.index(mark)
+    raise ModelError(
+        f"{projector.path}: the vocabulary of {gguf.path.name} has no {family.image_marks[0]}, which stands "
+        "for an image: they do not belong to the same model"
+    )
+
+
+ProjectorLayout = Literal["", "stacked", "frames", "pairs", "adds_one", "colors_first", "axes_first"]
+"""Difference from a checkpoint's tensor: none; several tensors are the rows of one; a tensor for each frame
+of a patch; RoPE pairs of a head are interleaved; a norm is stored as 1 + w; colors of a patch come before its
+pixels; a table of positions has all columns before all rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectorTensor:
+    """Tensors of a file that make up one of the tower's."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    layout: ProjectorLayout = ""
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of each tensor in the file."""
+        if not self.shape:  # files have no scalars
+            return (1,)
+        if self.layout == "axes_first":
+            return (self.shape[1], self.shape[0], self.shape[2])
+        if self.layout == "frames":
+            return (self.shape[0], self.shape[1] // len(self.names))
+        return (self.shape[0] // len(self.names), *self.shape[1:])
+
+
+def check_projector_tensors(projector: GgufFile, vision: VisionConfig) -> dict[str, ProjectorTensor]:
+    """Return the tensors that make up each tensor of tower and projector, by its name in a checkpoint. Raises
+    ModelError for one that is missing or of another shape.
+    """
+    found = dict(_list_tensors(projector, vision))
+    for tensor in found.values():
+        for name in tensor.names:
+            entry = projector.tensors.get(name)
+            if entry is None:
+                raise ModelError(
+                    f"{projector.path}: tensor {shown(name)} is missing: fetch the file again, or take one "
+                    "that a newer llama.cpp has converted"
+                )
+            wanted, shape = tensor.part_shape, entry.shape
+            while len(shape) > len(wanted) and shape[0] == 1:  # of a table for one image
+                shape = shape[1:]
+            if len(shape) > len(wanted):
+                shape = (shape[0], prod(shape[1:])) if len(wanted) == 2 else (prod(shape),)
+            if shape != wanted:
+                raise ModelError(
+                    f"{projector.path}: tensor {shown(name)} has shape {list(entry.shape)}, its metadata ask "
+                    f"for {list(wanted)}"
+                )
+    return found
+
+
+def _list_tensors(projector: GgufFile, vision: VisionConfig) -> Iterator[tuple[str, ProjectorTensor]]:
+    tower = vision.tower
+    names = dict((*_tower_names(projector, tower), *_projector_names(tower)))
+    for stored, shape in list_tower_tensors(tower, vision.hidden_size).items():
+        # Gemma 3 has `mm_input_projection_weight`.
+        name = stored.replace("_projection_weight", "_projection.weight")
+        linear, _, kind = name.rpartition(".")
+        if name in names:  # of no module: its own name says it all
+            yield name, ProjectorTensor(names[name], shape, "axes_first" if tower.table == "places" else "")
+            continue
+        parts, layout = names[linear], _layout(tower, linear, kind)
+        if layout == "frames":
+            yield (
+                name,
+                ProjectorTensor(tuple(f"{parts[0]}.weight{number}" for number in ("", ".1")), shape, layout),
+            )
+        else:
+            yield name, ProjectorTensor(tuple(f"{part}.{kind}" for part in parts), shape, layout)
+
+
+def _layout(tower: TowerConfig, linear: str, kind: str) -> ProjectorLayout:
+    names = tower.names
+    if linear == names.patch and kind == "weight" and tower.frames == 2:
+        return "frames"
+    if linear == names.patch and kind == "weight" and tower.channels_last:
+        return "colors_first"
+    if linear == names.patch_norm:
+        return "colors_first"
+    if tower.projector in {"mistral3", "llava"} and linear.endswith((names.query, names.key)):
+        return "pairs"
+    if tower.projector == "gemma3" and linear == names.projector[0]:
+        return "adds_one"
+    return "stacked" if names.stacked and linear.endswith(names.stacked) else ""
+
+
+def _tower_names(projector: GgufFile, tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    names = tower.names
+    yield names.patch, ("v.patch_embd",)
+    yield names.class_embedding, ("v.class_embd",)
+    yield names.table, ("v.position_embd.weight",)
+    yield names.patch_norm, ("v.patch_norm.1",)
+    yield names.embedded_norm, ("v.norm_embd" if tower.projector == "glm" else "v.patch_norm.2",)
+    yield names.pre_norm, ("v.patch_norm.3" if names.patch_norm else "v.pre_ln",)
+    yield names.post_norm, ("v.post_ln",)
+    up, down = "ffn_up", "ffn_down"
+    entry = projector.tensors.get("v.blk.0.ffn_up.weight")
+    if entry is not None and entry.shape == (tower.hidden_size, tower.intermediate_size) != entry.shape[::-1]:
+        up, down = down, up  # converters before 2025 named them the other way around
+    of_layer = {
+        names.norm1: "ln1",
+        # A converter of 2026 gives Llama 4's norm the name that Gemma 4 has for another one.
+        names.norm2: "ln2" if "v.blk.0.ln2.weight" in projector.tensors else "attn_post_norm",
+        names.after_attention: "attn_post_norm",
+        names.after_mlp: "ffn_post_norm",
+        names.query_norm: "attn_q_norm",
+        names.key_norm: "attn_k_norm",
+        names.query: "attn_q",
+        names.key: "attn_k",
+        names.value: "attn_v",
+        names.output: "attn_out",
+        names.gate: "ffn_gate",
+        names.up: up,
+        names.down: down,
+    }
+    factors = ((names.attention_scale, "ls1"), (names.mlp_scale, "ls2"))
+    for layer in range(tower.num_layers):
+        at, there = f"{names.layers}.{layer}.", f"v.blk.{layer}."
+        for ours, theirs in of_layer.items():
+            if ours:
+                yield at + ours, (there + theirs,)
+                if ours.endswith(".linear"):  # which clips: its bounds are named by the module around it
+                    yield at + ours.removesuffix(".linear"), (there + theirs,)
+        for ours, theirs in factors:
+            yield at + ours, (f"{there}{theirs}.weight",)
+        if names.stacked:
+            stacked: tuple[str, ...] = (f"{there}attn_qkv",)
+            if f"{there}attn_qkv.weight" not in projector.tensors:
+                stacked = tuple(f"{there}attn_{part}" for part in "qkv")
+            yield at + names.stacked, stacked
+
+
+def _projector_names(tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    norm, first, second = tower.names.projector[:3]
+    match tower.projector:
+        case "merger":
+            theirs = ("v.post_ln", "mm.0", "mm.2")
+            for level, layer in enumerate(tower.deepstack):
+                for ours, part in (("norm", "norm"), ("linear_fc1", "fc1"), ("linear_fc2", "fc2")):
+                    yield f"visual.deepstack_merger_list.{level}.{ours}", (f"v.deepstack.{layer}.{part}",)
+        case "gemma3":
+            theirs = ("mm.soft_emb_norm", "mm.input_projection", "")
+        case "gemma4_unified":
+            theirs = ("", "mm.input_projection", "")
+        case "gemma4":
+            theirs = ("", "mm.input_projection", "")
+            for each in ("std_bias", "std_scale"):
+                yield f"vision_tower.{each}", (f"v.{each}",)
+        case "pixel_shuffle":
+            theirs = ("", "mm.model.fc", "")
+        case "llava":
+            theirs = ("", "mm.1", "mm.2")
+        case "pixel_shuffle_mlp" if tower.names.class_embedding:  # InternVL
+            theirs = ("mm.model.mlp.0", "mm.model.mlp.1", "mm.model.mlp.3")
+        case "pixel_shuffle_mlp":
+            theirs = ("mm.input_norm", "mm.1", "mm.2")
+        case "llama4":
+            theirs = ("", "mm.model.mlp.1", "mm.model.mlp.2")
+            yield tower.names.projector[3], ("mm.model.fc",)
+        case "glm":
+            theirs = ("mm.post_norm", "mm.model.fc", "mm.patch_merger")
+            for part in ("gate", "up", "down"):
+                yield f"visual.merger.{part}_proj", (f"mm.{part}",)
+        case _:
+            yield "multi_modal_projector.patch_merger.merging_layer", ("mm.patch_merger",)
+            theirs = ("mm.input_norm", "mm.1", "mm.2")
+    for ours, each in zip((norm, first, second), theirs, strict=True):
+        if ours:
+            yield ours, (each,)

@@ -49,6 +49,7 @@ class GgufTensors:
         self._gguf = gguf
         self._kind = architecture_of(gguf)
         self._heads = {"attn_q": heads, "attn_k": kv_heads} if self._kind.has_pairs else {}
+        self._halved = {"attn_q": heads, "attn_k": kv_heads} if has_halved_rope(gguf) else {}
         self._values = value_heads_of(gguf)
         self._parts: dict[str, StoredRows] = {}
         self._left = needed_tensors(gguf)
@@ -144,6 +145,9 @@ class GgufTensors:
         module = entries[0].name.split(".")[-2]
         if module in self._heads:
             return half_split_rope(rows, self._heads[module])
+        if module in self._halved:
+            rotated = self._gguf.integer("rope.dimension_count")
+            return side_by_side_rope(rows, self._halved[module], rotated)
         return rows if self._values is None else self._values.in_order(name, module, rows)
 
     floats = take
@@ -342,3 +346,17 @@ def _plain(shape: tuple[int, ...]) -> list[int]:
 def half_split_rope(rows: Tensor, heads: int) -> Tensor:
     """Reorder the rows of each head from interleaved RoPE pairs (GGUF) to half-split ones (transformers)."""
     return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def has_halved_rope(gguf: GgufFile) -> bool:
+    """Return whether RoPE pairs stand half a head apart in a file, and side by side in the checkpoint: in
+    files of GLM-4V, as llama.cpp's M-RoPE knows them so alone.
+    """
+    return gguf.architecture == "glm4" and bool(gguf.value("rope.dimension_sections"))
+
+
+def side_by_side_rope(rows: Tensor, heads: int, rotated: int) -> Tensor:
+    """Reorder the first `rotated` rows of each head from halves to pairs that stand side by side."""
+    by_head = rows.view(heads, -1, *rows.shape[1:])
+    halves = by_head[:, :rotated].reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).flatten(1, 2)
+    return torch.cat([halves, by_head[:, rotated:]], 1).view(rows.shape)

@@ -1,7 +1,6 @@
-"""Attention over the paged KV cache, multi-head latent attention (MLA) included.
+"""Attention over the paged KV cache.
 
 T rows, E hidden, H query heads and G kv heads of this rank, D head dim, n = H + G heads that RoPE rotates.
-In MLA: L numbers of a latent, R rotated dims, N others, V dims of a value.
 """
 
 from collections.abc import Sequence
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from llmbox.kernels.ops import AttentionPlan, KVCache, Ops, PackedLinear
 
+from ..checkpoint.safetensors import ShardSlice
 from ..model_config.config import ModelConfig
-from ..partition import ShardSlice
 from ..weights.source import Weights, norm_weight
 from .forward_context import ForwardContext
 
@@ -37,13 +36,15 @@ class Attention:
         sliding = config.sliding_layers(before)
         self.layer_of_kind = self.layer - sliding if config.windows[layer] is None else sliding
         """Index where sliding-window layers have a cache of their own, and the others another."""
-        heads, kv_heads = rank.part(config.num_heads), rank.layout.kv_heads(sizes.kv_heads)
+        all_heads = sizes.heads or config.num_heads
+        heads, kv_heads = rank.part(all_heads), rank.layout.kv_heads(sizes.kv_heads)
         self.heads, self.kv_heads, self.head_dim = heads.size, kv_heads.size, sizes.head_dim
+        self.value_dim = sizes.value_dim or sizes.head_dim
         self.scale = config.scales.attention or self.head_dim**-0.5
         self.softcap = config.scales.attention_cap
         self.sinks_H = None
-        if config.has_sinks:
-            sinks = weights.floats("sinks", config.num_heads)
+        if config.has_sinks and sizes.has_sinks:
+            sinks = weights.floats("sinks", all_heads)
             self.sinks_H = sinks[heads.start : heads.stop].contiguous()
         self.eps = config.rms_norm_eps
         self.window = config.windows[layer]
@@ -53,20 +54,21 @@ class Attention:
         """Index of another table for its queries."""
         self.norms_after_rope = config.norms_after_rope
         self._order = config.ropes[self.rope].order(self.head_dim)
-        q, kv = rows_of(heads, self.head_dim), rows_of(kv_heads, self.head_dim)
+        q, k = rows_of(heads, self.head_dim), rows_of(kv_heads, self.head_dim)
+        v, results = rows_of(kv_heads, self.value_dim), rows_of(heads, self.value_dim)
         self.gate = config.attention_gate
         """Linear with gates of the results, with which the rows of the stacked linear end."""
         outputs = {"q_proj": rows_of(heads, 2 * self.head_dim) if self.gate == "q_proj" else q}
         if self.writes_kv:
-            outputs |= {"k_proj": kv, "v_proj": kv} if self.has_values else {"k_proj": kv}
+            outputs |= {"k_proj": k, "v_proj": v} if self.has_values else {"k_proj": k}
         else:
             for name in ("k_proj.", "v_proj.", "k_norm."):  # some checkpoints have them, unused
                 weights.skip(name)
-        if self.gate == "gate_proj":
-            outputs["gate_proj"] = q
+        if self.gate in OWN_GATES:
+            outputs[self.gate] = q
         self._by_group = config.stacks_by_group
         if self._by_group:
-            each = (config.num_heads // sizes.kv_heads + 2) * self.head_dim
+            each = (all_heads // sizes.kv_heads + 2) * self.head_dim
             outputs = {"qkv_proj": rows_of(kv_heads, each)}
         self.input = self.qkv = weights.linear(
             outputs,
@@ -78,10 +80,12 @@ class Attention:
         if config.has_head_gate:
             hidden = ShardSlice.whole(config.hidden_size)
             self.head_gate = weights.linear({"g_proj": heads}, hidden, bias=False)
-            self.spread = _spread(ops, weights, self.heads, self.head_dim)
+            self.spread = spread_gates(ops, weights, self.heads, self.head_dim)
         self.norm_nD = self._make_norms(config, weights)
-        self.output = weights.linear({"o_proj": ShardSlice.whole(config.hidden_size)}, q, bias=config.o_bias)
+        outputs = {"o_proj": ShardSlice.whole(config.hidden_size)}
+        self.output = weights.linear(outputs, results, bias=config.o_bias)
         self.sub_norm_Q = weights.vector("attn_sub_norm.weight", q.size) if config.has_sub_norms else None
+        self.gate_function = config.gate_function
         gated = self.gate is not None or config.has_head_gate or config.has_sub_norms
         self._attend = ops.attention if gated else ops.before(self.output).attention
 
@@ -98,10 +102,11 @@ class Attention:
         queries = [head * width * (1 + gated) for head in range(self.heads)]
         begin = self.heads * width * (1 + gated)
         keys = [begin + head * width for head in range(self.kv_heads)]
-        values = range(begin + self.kv_heads * width, begin + 2 * self.kv_heads * width)
+        begin_values = begin + self.kv_heads * width
+        values = range(begin_values, begin_values + self.kv_heads * self.value_dim)
         turned = [head + dim for head in (*queries, *keys) for dim in order]
         gates = [head + width + dim for head in queries for dim in range(width)] if gated else []
-        if self.gate == "gate_proj":
+        if self.gate in OWN_GATES:
             gates = list(range(values.stop, values.stop + self.heads * width))
         return (*turned, *values, *gates)
 
@@ -138,15 +143,18 @@ class Attention:
         special = self.softcap, self.sinks_H
         out = self._attend(q_THD, *self._cache(forward), plan, self.scale, *special)
         if self.gate is not None:
-            assert ops.recurrent is not None
-            out = ops.recurrent.sigmoid_mul(out, gates.flatten(1))
+            out = self._multiply(out, gates.flatten(1))
         if self.head_gate is not None:
-            assert ops.recurrent is not None
-            gates = ops.linear(self.spread, ops.linear(self.head_gate, x_TE))
-            out = ops.recurrent.sigmoid_mul(out, gates)
+            out = self._multiply(out, ops.linear(self.spread, ops.linear(self.head_gate, x_TE)))
         if self.sub_norm_Q is not None:
             out = ops.before(self.output).rms_norm(out, self.sub_norm_Q, self.eps)
         return self.rank.row_parallel_linear(ops, self.output, out, x_TE.shape[1])
+
+    def _multiply(self, out: Tensor, gates: Tensor) -> Tensor:
+        assert self.ops.recurrent is not None
+        if self.gate_function == "softplus":
+            return self.ops.recurrent.softplus_mul(out, gates)
+        return self.ops.recurrent.sigmoid_mul(out, gates)
 
     def _rotate_and_write_kv(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
         """Apply QK-norm and RoPE, write KV to the cache: [T, H + 2 G, D] -> queries [T, H, D]."""
@@ -194,7 +202,37 @@ class Attention:
         return q_THD
 
 
-def _spread(ops: Ops, weights: Weights, heads: int, width: int) -> PackedLinear:
+class NarrowValueAttention(Attention):
+    """Attention whose values are narrower than its keys (MiMo V2), and multiplied by one number. The cache
+    holds them widened by zeros.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
+        super().__init__(config, layer, weights, ops)
+        widen_DV = config.scales.values * torch.eye(self.head_dim, self.value_dim)
+        packed = ops.pack_router(widen_DV.to(weights.device, weights.dtype), None)
+        self.widen = ops.stack_heads([packed] * self.kv_heads)
+
+    def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
+        ops, plan, width = self.ops, forward.plans[self.window], self.head_dim
+        rows, keys_end = ops.linear(self.qkv, x_TE), (self.heads + self.kv_heads) * width
+        values_TGD = ops.linear_by_head(
+            self.widen, rows[:, keys_end:].view(len(rows), self.kv_heads, self.value_dim)
+        )
+        whole = ops.concat((rows[:, :keys_end].unsqueeze(1), values_TGD.flatten(1).unsqueeze(1)))
+        q_THD = self._rotate_and_write_kv(whole.view(len(x_TE), -1, width), forward, plan)
+        out = ops.attention(q_THD, *self._cache(forward), plan, self.scale, self.softcap, self.sinks_H)
+        out_THV = out.view(len(x_TE), self.heads, width)[..., : self.value_dim]
+        return self.rank.row_parallel_linear(
+            ops, self.output, ops.concat((out_THV,)).flatten(1), x_TE.shape[1]
+        )
+
+
+OWN_GATES = frozenset({"gate_proj", "g_proj"})
+"""Linears with nothing but gates."""
+
+
+def spread_gates(ops: Ops, weights: Weights, heads: int, width: int) -> PackedLinear:
     """Return the linear that repeats the gate of a head for all its dimensions, which loses nothing."""
     ones_HH = torch.eye(heads, dtype=weights.dtype, device=weights.device)
     return ops.pack_router(ones_HH.repeat_interleave(width, 0), None)
@@ -284,115 +322,3 @@ class HeadLayerNormAttention(Attention):
         qk_TnD = ops.rotary(qk_TnD, *self._angles(forward, self.rope))
         ops.write_kv(*self._cache(forward), qk_TnD[:, self.heads :], qkv[:, rotated:], plan)
         return qk_TnD[:, : self.heads]
-
-
-class LatentAttention:
-    """MLA (DeepSeek-AI, "DeepSeek-V2", 2024): the cache holds one latent vector and one rotated key
-    for a token, whatever the heads.
-
-    The linears that expand latents to keys and values are absorbed: queries are mapped to latents before
-    attention, and its results from latents to values after it. Prompts are computed in the same way as single
-    tokens, so that a token has the same bits in a chunk of any size. With tensor parallelism each rank has
-    some heads and all latents.
-    """
-
-    def __init__(self, config: ModelConfig, layer: int, weights: Weights, ops: Ops) -> None:
-        assert config.latent is not None
-        self.latent = latent = config.latent
-        self.rank = rank = weights.rank
-        self.ops = ops
-        stage = rank.layout.layers(config.num_layers)
-        self.layer = config.layers_with(range(stage.start, layer), state=False)
-        """Index in the KV cache, which holds the layers of this stage."""
-        assert config.scales.attention is not None
-        self.scale, self.eps = config.scales.attention, LATENT_EPS
-        self.rope = config.layer_ropes[layer]
-        self.growth = next((table for table, rope in enumerate(config.ropes) if rope.of_queries), None)
-        """Table by which queries grow with their position (Mistral 4)."""
-        turned = config.ropes[self.rope].order(latent.rope) or tuple(range(latent.rope))
-        heads, hidden = rank.part(config.num_heads), ShardSlice.whole(config.hidden_size)
-        self.heads, self.hidden = heads.size, config.hidden_size
-        self.input = self.kv = weights.linear(
-            {"kv_a_proj_with_mqa": ShardSlice.whole(latent.width)},
-            hidden,
-            bias=latent.has_bias,
-            order=(*range(latent.kv_rank), *(latent.kv_rank + dim for dim in turned)),
-        )
-        self.kv_norm_1L = weights.vector("kv_a_layernorm.weight", latent.kv_rank).unsqueeze(0)
-        self.q_latent, self.q_norm_1L = None, None
-        queries, inputs = rows_of(heads, latent.query), hidden
-        if latent.q_rank:
-            inputs = ShardSlice.whole(latent.q_rank)
-            self.q_latent = weights.linear({"q_a_proj": inputs}, hidden, bias=latent.has_bias)
-            self.q_norm_1L = weights.vector("q_a_layernorm.weight", latent.q_rank).unsqueeze(0)
-        name = "q_b_proj" if latent.q_rank else "q_proj"
-        self.q = weights.linear({name: queries}, inputs, bias=False, order=self._query_order(turned))
-        self._absorb(heads, weights)
-        self.head_gate = self.spread = None
-        if config.has_head_gate:
-            self.head_gate = weights.linear({"g_proj": heads}, hidden, bias=False)
-            self.spread = _spread(ops, weights, self.heads, latent.value)
-        self.output = weights.linear({"o_proj": hidden}, rows_of(heads, latent.value), bias=latent.has_bias)
-
-    def _query_order(self, turned: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the row order of the queries' linear: what is not rotated of all heads comes first."""
-        nope, begins = self.latent.nope, [head * self.latent.query for head in range(self.heads)]
-        plain = [begin + dim for begin in begins for dim in range(nope)]
-        return (*plain, *(begin + nope + dim for begin in begins for dim in turned))
-
-    def _absorb(self, heads: ShardSlice, weights: Weights) -> None:
-        """Read each head's part of the linear that expands latents."""
-        latent, every = self.latent, [f"kv_b_proj.{head}" for head in range(heads.total)]
-        parts = {
-            f"{name}.{part}": rows
-            for name in every
-            for part, rows in (("k", latent.nope), ("v", latent.value))
-        }
-        weights.split("kv_b_proj", parts)
-        here = every[heads.start : heads.stop]
-        for name in set(every) - set(here):
-            weights.skip(f"{name}.")
-        rank, nope, value = map(ShardSlice.whole, (latent.kv_rank, latent.nope, latent.value))
-        keys = [weights.wide_linear(f"{name}.k", nope, rank, transposed=True) for name in here]
-        values = [weights.wide_linear(f"{name}.v", value, rank) for name in here]
-        self.keys, self.values = self.ops.stack_heads(keys), self.ops.stack_heads(values)
-
-    def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
-        """Return partial results for `TensorParallel.add_rms_norm`, [T, E]."""
-        ops, latent, plan, x = self.ops, self.latent, forward.plans[None], x_TE
-        angles = forward.cos_ATD[self.rope], forward.sin_ATD[self.rope]
-        self._write_latents(x_TE, forward, angles)
-        if self.q_latent is not None:
-            assert self.q_norm_1L is not None
-            rows = ops.linear(self.q_latent, x_TE).unsqueeze(1)
-            x_TE = ops.rms_norm(rows, self.q_norm_1L, self.eps).flatten(1)
-        q = ops.linear(self.q, x_TE)
-        if self.growth is not None:
-            grown = forward.cos_ATD[self.growth], forward.sin_ATD[self.growth]
-            q = ops.rotary(q.view(len(q), -1, latent.rope), *grown).flatten(1)
-        plain = self.heads * latent.nope
-        q_THN = q[:, :plain].view(len(q), self.heads, latent.nope)
-        q_THR = ops.rotary(q[:, plain:].view(len(q), self.heads, latent.rope), *angles)
-        q_THD = ops.concat((ops.linear_by_head(self.keys, q_THN), q_THR))
-        out = ops.attention(q_THD, forward.cache, self.layer, plan, self.scale)
-        out_THL = out.view(len(q), self.heads, -1)[..., : latent.kv_rank]
-        out_THV = ops.linear_by_head(self.values, out_THL)
-        out = out_THV.flatten(1)
-        if self.head_gate is not None:
-            assert ops.recurrent is not None
-            gates = ops.linear(self.spread, ops.linear(self.head_gate, x))
-            out = ops.recurrent.sigmoid_mul(out, gates)
-        return self.rank.row_parallel_linear(ops, self.output, out, self.hidden)
-
-    def _write_latents(self, x_TE: Tensor, forward: ForwardContext, angles: tuple[Tensor, Tensor]) -> None:
-        """Norm each row's latent, rotate its key, and write both to the cache, as keys and as values."""
-        ops, rank = self.ops, self.latent.kv_rank
-        kv = ops.linear(self.kv, x_TE)
-        latent_T1L = ops.rms_norm(kv[:, :rank].unsqueeze(1), self.kv_norm_1L, self.eps)
-        key_T1R = ops.rotary(kv[:, rank:].unsqueeze(1), *angles)
-        row_T1D = ops.concat((latent_T1L, key_T1R))
-        ops.write_kv(forward.cache, self.layer, row_T1D, row_T1D, forward.plans[None])
-
-
-LATENT_EPS = 1e-6
-"""Epsilon of the norms of latents, whatever `rms_norm_eps` is."""

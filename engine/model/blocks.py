@@ -219,10 +219,25 @@ class ParallelBlock(DecoderBlock):
         return self.ops.layer_norm(added_TE, residual_TE, self.input_norm_E, self.eps, self.input_bias_E)
 
     def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
-        added_TE = self.complete(self.attention(x_TE, forward))
-        # Only the addition is needed: the norm comes with it.
-        self.ops.add_rms_norm(added_TE, residual_TE, self.input_norm_E, self.eps)
+        self._add(self.complete(self.attention(x_TE, forward)), residual_TE)
         return self.mlp(x_TE)
+
+    def _add(self, added_TE: Tensor, residual_TE: Tensor) -> None:
+        # A norm comes with the addition: another than that of `x_TE`, whose place its result would take.
+        self.ops.add_rms_norm(added_TE, residual_TE, self.input_norm_E, self.eps)
+
+
+class ParallelRMSNormBlock(ParallelBlock):
+    """`ParallelBlock` with an RMS norm."""
+
+    def first(self, residual_TE: Tensor) -> Tensor:
+        return self.ops.rms_norm(residual_TE, self.input_norm_E, self.eps)
+
+    def resume(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        return self.ops.add_rms_norm(added_TE, residual_TE, self.input_norm_E, self.eps)
+
+    def _add(self, added_TE: Tensor, residual_TE: Tensor) -> None:
+        self.ops.layer_norm(added_TE, residual_TE, self.input_norm_E, self.eps)
 
 
 class ParallelNormsBlock(ParallelBlock):

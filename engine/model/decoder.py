@@ -21,6 +21,7 @@ from ..weights.source import Weights, WeightSource, norm_bias, norm_weight
 from .blocks import DecoderBlock
 from .forward_context import ForwardContext
 from .gemma import AltUpStreams, OwnEmbeddings
+from .latent import KeySelection, LatentAttention
 
 
 class TokenEmbedding:
@@ -128,6 +129,7 @@ class Decoder:
         here = layout.layers(config.num_layers)
         self._first_layer = here.start
         self.layers = [make_layer(i, weights.at(f"model.layers.{i}")) for i in here]
+        self.selection = self._share_selection()
         self.norm_E, self.head = self._norm_and_head(weights)
         self._norm = ops.before(self.head).add_rms_norm
         if config.block == "parallel" or config.block in BIASED_NORMS:
@@ -150,12 +152,23 @@ class Decoder:
     def _has_table(self) -> bool:
         return self.is_first or (self.is_last and self.config.tie_word_embeddings)
 
+    def _share_selection(self) -> KeySelection | None:
+        """Give the layers of sparse attention one selection of keys; None: there are none."""
+        if (index := self.config.sparse_index) is None:
+            return None
+        selection = KeySelection(index.top)
+        for layer in self.layers:
+            assert isinstance(layer.attention, LatentAttention)
+            layer.attention.selection = selection
+        return selection
+
     def _skip_what_others_have(self, weights: Weights) -> None:
         config = self.config
         here = self.rank.layout.layers(config.num_layers)
         for i in set(range(config.num_layers + config.extra_layers)) - set(here):
             weights.skip(f"model.layers.{i}.")
         weights.skip("model.mtp_layers.")  # of a MiMo
+        weights.skip("model.mtp.")
         weights.skip("mtp.")  # `draft_heads.py` reads it from a source of its own
         if not self._has_table:
             weights.skip("model.embed_tokens.weight")
@@ -201,6 +214,8 @@ class Decoder:
 
         `rows_R` selects the wanted rows; None: all. Stages other than the last return no rows.
         """
+        if self.selection is not None:
+            self.selection.begin(forward.layout)
         if self.is_first:
             assert self.embedding is not None
             if self.clamps_ids:
@@ -236,6 +251,8 @@ class Decoder:
         assert self.has_scores
         assert self.embedding is not None
         self.embedding.place(forward.layout)
+        if self.selection is not None:
+            self.selection.begin(forward.layout)
         if self.clamps_ids:
             forward = replace(forward, ids_T=forward.ids_T.clamp(max=self.config.vocab_size - 1))
         return self._run_scored[with_best](forward)

@@ -18,10 +18,10 @@ from torch.nn.functional import silu
 from llmbox.kernels.lora import AdaptedRows
 from llmbox.kernels.ops import Ops
 
+from ..checkpoint.safetensors import ShardSlice
 from ..model_config.config import ModelConfig
 from ..model_config.draft_heads import Eagle3Config, MedusaConfig
 from ..model_config.mtp import mtp_layer
-from ..partition import ShardSlice
 from ..weights.source import Weights, WeightSource, norm_weight
 from .attention import Attention
 from .decoder import Decoder

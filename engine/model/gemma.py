@@ -16,8 +16,8 @@ from torch import Tensor
 from llmbox.kernels.op_types import AltUpOps
 from llmbox.kernels.ops import AttentionPlan, Ops, PackedLinear
 
+from ..checkpoint.safetensors import ShardSlice
 from ..model_config.config import ModelConfig
-from ..partition import ShardSlice
 from ..weights.source import Weights, norm_weight
 from .attention import Attention
 from .blocks import DecoderBlock, SandwichNormBlock

@@ -15,9 +15,9 @@ from llmbox.kernels.activation import UNGATED, XIELU, Activation
 from llmbox.kernels.op_types import ExpertOwners, ExpertResults, Mixture, Routing
 from llmbox.kernels.ops import Ops
 
+from ..checkpoint.safetensors import ShardSlice
 from ..model_config.config import ModelConfig
 from ..model_config.moe import ExpertsConfig
-from ..partition import ShardSlice
 from ..weights.source import Weights
 
 
@@ -127,6 +127,9 @@ class SparseMoE:
         if config.has_shared_gate:
             self.shared_gate = weights.router(f"{config.shared}_gate", ShardSlice.whole(1), whole)
         routers = [each for each in (self.router, self.shared_gate) if each is not None]
+        if config.averages:  # a gate of 0, whose sigmoid is a half
+            zeros_1E = torch.zeros(1, model.hidden_size, dtype=weights.dtype, device=weights.device)
+            self.shared_gate = ops.pack_router(zeros_1E, None)
         turned = config.stacked is not None and config.stacked.turns_adapters
         weights.note_experts("experts", self.mixture, routers, turned=turned)
 
@@ -182,6 +185,20 @@ class SparseMoE:
         is_first = self.rank.layout.tp_rank == 0
         out_TE = combine(results if is_first else None, shared_TE, gate_T1)
         return self.rank.reduce_partial(self.ops, out_TE)
+
+
+class NormedMoE:
+    """Mixture of experts whose sum is normed (A.X K1)."""
+
+    def __init__(self, moe: SparseMoE, norm_E: Tensor, eps: float) -> None:
+        self.moe, self.input = moe, moe.input
+        self.norm_E, self.eps = norm_E, eps
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """Return partial results for `TensorParallel.add_rms_norm`, [T, E]."""
+        ops, rank = self.moe.ops, self.moe.rank
+        out_TE = rank.finish_all_reduce(ops, self.moe(x_TE))
+        return rank.as_partial(ops.rms_norm(out_TE, self.norm_E, self.eps))
 
 
 def _routing(config: ExpertsConfig, weights: Weights, *, on_host: bool) -> Routing:

@@ -11,9 +11,9 @@ from torch import Tensor
 from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.recurrent import ScanShape, ScanWeights
 
+from ..checkpoint.safetensors import ShardSlice
 from ..model_config.config import ModelConfig
 from ..model_config.recurrent.config import RecurrentConfig
-from ..partition import ShardSlice
 from ..weights.source import Weights
 from .attention import rows_of
 from .blocks import Mixer

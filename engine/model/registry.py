@@ -13,7 +13,7 @@ from ..model_config.config import ModelConfig
 from ..model_config.recurrent.config import RecurrentKind
 from ..weights.adapters import AdapterLayers
 from ..weights.source import Weights, WeightSource
-from .attention import Attention, FullWidthQKNormAttention, HeadLayerNormAttention, LatentAttention
+from .attention import Attention, FullWidthQKNormAttention, HeadLayerNormAttention, NarrowValueAttention
 from .blocks import (
     MLP,
     DecoderBlock,
@@ -21,6 +21,7 @@ from .blocks import (
     Mixer,
     ParallelBlock,
     ParallelNormsBlock,
+    ParallelRMSNormBlock,
     PostNormBlock,
     PreNormBlock,
     SandwichNormBlock,
@@ -29,7 +30,8 @@ from .blocks import (
 from .decoder import Decoder
 from .encoder import BidirectionalAttention, Encoder
 from .gemma import AltUpBlock, Gemma4Block, NormedValueAttention
-from .mlp import GatedMLP, SparseMoE
+from .latent import LatentAttention
+from .mlp import GatedMLP, NormedMoE, SparseMoE
 from .recurrent import (
     GatedDeltaNet,
     KimiDeltaAttention,
@@ -49,6 +51,7 @@ BLOCKS: dict[BlockKind, _Block] = {
     "layer_norm": LayerNormBlock,
     "parallel_biased": ParallelBlock,
     "parallel_norms": ParallelNormsBlock,
+    "parallel_rms": ParallelRMSNormBlock,
 }
 QK_NORMS: dict[QKNorm | None, type[Attention]] = {
     "width": FullWidthQKNormAttention,
@@ -120,6 +123,8 @@ def _make_attention(config: ModelConfig, number: int, weights: Weights, ops: Ops
         return BidirectionalAttention(config, number, weights.at("self_attn"), ops)
     if config.norms_values:
         return NormedValueAttention(config, number, weights.at("self_attn"), ops)
+    if config.sizes_of(number).value_dim:
+        return NarrowValueAttention(config, number, weights.at("self_attn"), ops)
     attention_kind = QK_NORMS.get(config.qk_norm, Attention)
     return attention_kind(config, number, weights.at("self_attn"), ops)
 
@@ -127,8 +132,15 @@ def _make_attention(config: ModelConfig, number: int, weights: Weights, ops: Ops
 def _make_mlp(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> MLP:
     experts = config.experts
     if experts is None or not experts.layers[number]:
+        if config.norms_experts:
+            weights.skip("post_mlp_layernorm.")  # some checkpoints have it, unused
         return GatedMLP(config, weights.at("mlp"), ops)
-    return SparseMoE(config, experts, weights.at(experts.module) if experts.module else weights, ops)
+    moe = SparseMoE(config, experts, weights.at(experts.module) if experts.module else weights, ops)
+    if not config.norms_experts:
+        return moe
+    return NormedMoE(
+        moe, weights.vector("post_mlp_layernorm.weight", config.hidden_size), config.rms_norm_eps
+    )
 
 
 def _split_stacked_projections(config: ModelConfig, weights: Weights) -> None:

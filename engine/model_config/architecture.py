@@ -8,32 +8,31 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from llmbox.kernels.activation import Activation
 
-from .attention import LatentRule, WindowRule, no_latent, no_windows
+from .attention import LatentRule, LayerSizes, Scales, WindowRule, no_latent, no_scales, no_windows
 from .fields import MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Fields, attends_both_ways
 from .moe import ExpertRule, no_experts
 from .mtp import MTPStyle
-from .multipliers import Scales, no_scales
 from .recurrent.config import RecurrentRule, no_recurrence
 from .rope import RopeRule, one_rope
-from .shape import LayerSizes
 
 if TYPE_CHECKING:
     from .config import ModelConfig
 
 BlockKind = Literal[
     "pre_norm", "post_norm", "sandwich", "parallel", "single", "layer_norm", "parallel_biased",
-    "parallel_norms", "scaled_sandwich", "altup",
+    "parallel_norms", "scaled_sandwich", "altup", "parallel_rms",
 ]  # fmt: skip
 """Position of a layer's norms: before attention and MLP, after them, both, one LayerNorm before attention and
 MLP side by side, one norm before a layer that is attention or MLP, or LayerNorms with biases before both.
-"parallel_biased" is "parallel" with a bias, and "parallel_norms" has a LayerNorm with a bias for each of the
-two. The last two are those of Gemma 4 and 3n: norms as in "sandwich", then the embedding of the layer, and a
-scalar or streams (`AltUpConfig`)."""
+"parallel_biased" is "parallel" with a bias, "parallel_rms" with an RMS norm, and "parallel_norms" has a
+LayerNorm with a bias for each of the two. "scaled_sandwich" and "altup" are those of Gemma 4 and 3n: norms as
+in "sandwich", then the embedding of the layer, and a scalar or streams (`AltUpConfig`)."""
 BIASED_NORMS: frozenset[BlockKind] = frozenset({"layer_norm", "parallel_biased", "parallel_norms"})
 """Blocks whose norms, and that of the model after the last of them, have biases."""
-AttentionGate = Literal["q_proj", "gate_proj"]
-"""Linear with gates, by whose sigmoid attention's results are multiplied: behind the query of each head, or
-one of their own."""
+AttentionGate = Literal["q_proj", "gate_proj", "g_proj"]
+"""Linear with gates, by a function of which attention's results are multiplied: behind the query of each
+head, or one of their own."""
+GateFunction = Literal["sigmoid", "softplus"]
 QKNorm = Literal["heads", "width", "no_weight", "no_weight_anywhere", "layer", "layer_by_head"]
 """QK-norm: RMS norm of queries and keys per head, over all heads of a row together, or per head without a
 weight, in layers with RoPE alone or in all; or a LayerNorm with weights of each head, which checkpoints have
@@ -204,7 +203,9 @@ class ArchitectureTraits:
     has_stacked_mlp: bool = False
     """True if checkpoints hold gate and up of MLPs as one tensor."""
     attention_gate: AttentionGate | None = None
-    """Projection that makes the gate whose sigmoid multiplies attention's results; None: there is none."""
+    """Projection that makes the gates of attention's results; None: there is none."""
+    gate_function: GateFunction = "sigmoid"
+    """Function of a gate by which attention's result is multiplied."""
     norms_after_rope: bool = False
     """True if QK-norm comes after RoPE."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -220,6 +221,8 @@ class ArchitectureTraits:
     """True if attention's result, and the inner rows of MLPs, are normed before the linear that follows."""
     norms_values: bool = False
     """True if values are normed too, without a weight."""
+    norms_experts: bool = False
+    """True if the sum of experts is normed, in layers that have some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,3 +340,39 @@ def refuse_unsupported(fields: Fields, kind: Architecture) -> None:
     if both or fields.raw.get("is_causal") is False:
         raise fields.error("attention in both directions is not supported, only to tokens before")
     kind.refuse(fields)
+
+
+_INDEXER = "attention to the tokens that an indexer selects"
+_ALIBI = "attention scores that fall with the distance (ALiBi)"
+_DRAFTER = "the model that it drafts for, which is loaded with --draft and this folder"
+MISSING: dict[str, str] = {
+    "AXK2ForCausalLM": "norms with gates, and attention gated by latents of queries",
+    "BloomForCausalLM": _ALIBI,
+    "DbrxForCausalLM": "experts in one matrix, and limits of queries, keys and values",
+    "DeepseekV4ForCausalLM": "attention to compressed tokens, and hyper-connections",
+    "DiffLlamaForCausalLM": "attention as the difference of two softmaxes",
+    "Dots3NoteForCausalLM": "sparse attention beside sliding windows of latents",
+    "Eagle3LlamaForCausalLM": _DRAFTER,
+    "HYV4ForCausalLM": f"{_INDEXER}, and hyper-connections",
+    "HrmTextForCausalLM": "two stacks of layers that run several times",
+    "Inkling2ForCausalLM": "learned biases of attention by distance, and convolutions of keys and values",
+    "InklingForCausalLM": "learned biases of attention by distance, and convolutions of keys and values",
+    "LlamaForCausalLMEagle3": _DRAFTER,
+    "LongcatFlashForCausalLM": "layers with attention twice, and experts that return their input",
+    "MiniMaxForCausalLM": "linear attention with fixed decays (lightning attention)",
+    "MiniMaxM3SparseForCausalLM": "attention to blocks of tokens that an indexer selects",
+    "MiniMaxM3VLForCausalLM": "attention to blocks of tokens that an indexer selects",
+    "MistralLarge4ForCausalLM": "RoPE and queries scaled by learned numbers, and latents that layers share",
+    "MptForCausalLM": _ALIBI,
+    "Phi4MultimodalForCausalLM": "adapters for images and speech inside the checkpoint",
+    "Qwen4ExpForCausalLM": f"{_INDEXER}, and embeddings of n-grams",
+    "RecurrentGemmaForCausalLM": "gated linear recurrences (RG-LRU)",
+    "RwkvForCausalLM": "the time mixing of RWKV",
+    "Step3p5ForCausalLM": "limits of gates that differ between layers",
+    "Step3p7ForCausalLM": "limits of gates that differ between layers",
+    "ZambaForCausalLM": "attention that several layers share",
+    "Zamba2ForCausalLM": "attention that several layers share, with adapters of their own",
+    "ZayaForCausalLM": "convolutions of queries and keys, and routers with an MLP",
+    "xLSTMForCausalLM": "memories in matrices with exponential gates (mLSTM)",
+}
+"""Parts that these architectures need and that are missing here, by the class name of the language model."""

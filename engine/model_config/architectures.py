@@ -8,14 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import UnsupportedArchitecture
-from .architecture import Architecture
+from .architecture import MISSING, Architecture
 from .attention import (
     MISTRAL3_TEXT,
-    deepseek_latent,
-    deepseek_scales,
-    deepseek_sizes,
+    cohere_scales,
     exaone4_windows,
+    granite_scales,
+    interleaved_sparse_latent,
     one_window,
+    sparse_extra_params,
+    sparse_latent,
+    sparse_sizes,
     windows_by_type_if_used,
     windows_every_other,
     windows_if_used,
@@ -28,6 +31,7 @@ from .families.gemma import GEMMA_MODELS
 from .families.gemma4 import GEMMA3N_MODELS, GEMMA4_MODELS
 from .families.gpt import GPT_FAMILIES, refuse_options
 from .families.hybrids import HYBRIDS, MULTIMODAL
+from .families.mixtures import DEEPSEEK_V3, MIXTURES
 from .families.others import MISTRAL4, OTHER_FAMILIES, refuse_clipping
 from .families.siblings import SIBLINGS
 from .fields import Fields, show
@@ -44,12 +48,10 @@ from .moe import (
     qwen3_moe_experts,
     refuse_other_minimax,
 )
-from .multipliers import cohere_scales, granite_scales
 from .rope import (
     APERTUS_ROPE,
     GPT_OSS_ROPE,
     MINISTRAL3_ROPE,
-    deepseek_rope,
     interleaved_rope,
     interleaved_rope_of_sliding_layers,
     partial_rope,
@@ -82,27 +84,18 @@ _COHERE = Architecture(
     qk_norm_flag="use_qk_norm",
     aliases={"rms_norm_eps": "layer_norm_eps"},
 )
-_DEEPSEEK_V3 = Architecture(
-    model_type="deepseek_v3",
-    defaults={
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 3,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
-        "num_nextn_predict_layers": 1,
-    },
-    sizes=deepseek_sizes,
-    latent=deepseek_latent,
-    scales=deepseek_scales,
-    ropes=deepseek_rope,
-    experts=deepseek_v3_experts,
-    own_code="modeling_deepseek.DeepseekV3ForCausalLM",
-    mtp="deepseek",
+_DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    defaults={**DEEPSEEK_V3.defaults, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64},
+    sizes=sparse_sizes,
+    latent=sparse_latent,
+    extra_params=sparse_extra_params,
+    own_code="",
+    mtp=None,
 )
-_KIMI_K25 = replace(
-    _DEEPSEEK_V3, is_nested=True, own_code="modeling_kimi_k25.KimiK25ForConditionalGeneration"
-)
+_GLM5 = {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "index_n_heads": 32}
+_KIMI_K25 = replace(DEEPSEEK_V3, is_nested=True, own_code="modeling_kimi_k25.KimiK25ForConditionalGeneration")
 _ERNIE = Architecture(
     model_type="ernie4_5",
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
@@ -140,9 +133,12 @@ _MINISTRAL3 = Architecture(
 )
 LANGUAGE_PARTS = {
     "Exaone4_5_ForConditionalGeneration": "exaone4",
+    "LightOnOcrForConditionalGeneration": "qwen3",
     "MiniCPMV4_6ForConditionalGeneration": "qwen3_5_text",
     "MiniCPMV4_7ForConditionalGeneration": "qwen3_5_text",
     "NemotronH_Omni_Reasoning_V3": "nemotron_h",
+    "AyaVisionForConditionalGeneration": "cohere2",
+    "Cohere2VisionForConditionalGeneration": "cohere2",
 }
 """Vision-language models whose `text_config` names an architecture that is here, by default this one."""
 ARCHITECTURES: dict[str, Architecture] = {
@@ -192,9 +188,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         windows=exaone4_windows,
         ropes=interleaved_rope_of_sliding_layers,
     ),
-    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "DeepseekV2ForCausalLM": replace(
-        _DEEPSEEK_V3,
+        DEEPSEEK_V3,
         model_type="deepseek_v2",
         defaults={"first_k_dense_replace": 0, "n_shared_experts": 2, "num_nextn_predict_layers": 0},
         ropes=interleaved_rope,
@@ -202,8 +198,23 @@ ARCHITECTURES: dict[str, Architecture] = {
         own_code="modeling_deepseek.DeepseekV2ForCausalLM",
         mtp=None,
     ),
+    "DeepseekV32ForCausalLM": _DEEPSEEK_V32,
+    "GlmMoeDsaForCausalLM": replace(
+        _DEEPSEEK_V32,
+        model_type="glm_moe_dsa",
+        defaults={**_DEEPSEEK_V32.defaults, **_GLM5},
+        latent=interleaved_sparse_latent,
+    ),
+    "AXK1ForCausalLM": replace(
+        DEEPSEEK_V3,
+        model_type="axk1",
+        defaults={**DEEPSEEK_V3.defaults, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+        norms_experts=True,
+        own_code="modeling_axk1.AXK1ForCausalLM",
+        mtp=None,
+    ),
     "Glm4MoeLiteForCausalLM": replace(
-        _DEEPSEEK_V3,
+        DEEPSEEK_V3,
         model_type="glm4_moe_lite",
         defaults={
             "rms_norm_eps": 1e-5,
@@ -333,30 +344,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     **MULTIMODAL,
     **{name: replace(_LLAMA, is_nested=True, text_type=kind) for name, kind in LANGUAGE_PARTS.items()},
     **SIBLINGS,
+    **MIXTURES,
     **GPT_FAMILIES,
 }
 """Architectures by the class name in `architectures` of config.json."""
-_INDEXER = "attention to the tokens that an indexer selects"
-_ALIBI = "attention scores that fall with the distance (ALiBi)"
-MISSING: dict[str, str] = {
-    "BloomForCausalLM": _ALIBI,
-    "Cohere2MoeForCausalLM": "experts whose result is averaged with that of shared ones",
-    "DeepseekV32ForCausalLM": _INDEXER,
-    "DeepseekV4ForCausalLM": "attention to compressed tokens, and hyper-connections",
-    "GlmMoeDsaForCausalLM": _INDEXER,
-    "HYV4ForCausalLM": f"{_INDEXER}, and hyper-connections",
-    "Kolibri1ForCausalLM": "a router whose correction is added to logits",
-    "LagunaForCausalLM": "gates by softplus, and layers with different numbers of heads",
-    "LongcatFlashForCausalLM": "layers with attention twice, and experts that return their input",
-    "MiMoV2FlashForCausalLM": "values narrower than keys",
-    "MiniMaxM3SparseForCausalLM": _INDEXER,
-    "MptForCausalLM": _ALIBI,
-    "Qwen4ExpForCausalLM": f"{_INDEXER}, and embeddings of n-grams",
-    "Eagle3LlamaForCausalLM": "the model that it drafts for, which is loaded with --draft and this folder",
-    "LlamaForCausalLMEagle3": "the model that it drafts for, which is loaded with --draft and this folder",
-    "Zamba2ForCausalLM": "attention that several layers share, with adapters of their own",
-}
-"""Missing parts of known architectures, by the class name of their language model."""
 
 
 def architecture_of(fields: Fields) -> Architecture:

@@ -1,13 +1,15 @@
-"""Attention in config.json: sliding windows of layers, and multi-head latent attention (MLA)."""
+"""Attention in config.json: sliding windows of layers, multi-head latent attention (MLA), multipliers and
+softcaps.
+"""
 
 import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .fields import Fields, raw_rope
-from .multipliers import Scales
-from .shape import LatentShape
+from .shape import LatentShape, RecurrentShape, SlidingShape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 Windows = tuple[int | None, ...]
@@ -108,7 +110,101 @@ def window_of(fields: Fields) -> int | None:
     return fields.integer("sliding_window", 0) or None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """Multipliers and softcaps of one model."""
+
+    attention: float | None = None
+    """Multiplier of attention scores; None: 1 / sqrt(head_dim)."""
+    embedding: float = 1.0
+    """Multiplier of embeddings."""
+    rounds_embedding: bool = False
+    """True if the embedding multiplier is rounded to the model's dtype."""
+    residual: float = 1.0
+    """Multiplier of the outputs of attention and MLP. The residual stream is stored divided by it instead,
+    and `embedding` too; norms are invariant to that except for their epsilon."""
+    logits: float = 1.0
+    """Multiplier of logits."""
+    attention_cap: float | None = None
+    """Softcap of scaled attention scores s: cap * tanh(s / cap)."""
+    logits_cap: float | None = None
+    """Softcap of logits."""
+    mamba_in: tuple[float, ...] = ()
+    """Multipliers of what the input linear of a Mamba-2 layer gives: (z, x, B, C, dt); empty: none."""
+    mamba_out: float = 1.0
+    attention_out: float = 1.0
+    """Multipliers of the results of Mamba-2 and attention, where a layer has both."""
+    mlp: tuple[float, float] | None = None
+    """Multipliers of the gate and of the result of an MLP."""
+    values: float = 1.0
+    """Multiplier of values that are narrower than keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSizes:
+    """Sizes of one layer's attention and MLP."""
+
+    kv_heads: int
+    head_dim: int
+    inner: int
+    """Intermediate size of its MLP."""
+    kv_source: int
+    """Layer whose keys and values it reads: its own number, or that of an earlier layer."""
+    has_values: bool = True
+    """False if values are the keys before their norm and RoPE."""
+    sparsity: float = 0.0
+    """Share of the gates of its MLP that are set to 0; 0: none is."""
+    heads: int = 0
+    """Query heads; 0: as many as `ModelConfig.num_heads`."""
+    value_dim: int = 0
+    """Width of a value before it is widened to `head_dim`; 0: it is as wide."""
+    has_sinks: bool = True
+    """False if heads have no sinks, where other layers have some."""
+
+
+def sliding_shape(
+    windows: tuple[int | None, ...],
+    sizes: tuple[LayerSizes, ...],
+    heads: tuple[int, int],
+    recurrent: RecurrentShape | None,
+) -> SlidingShape | None:
+    """Return the layers with a window; None if there are none. `heads`: KV heads of others, their width."""
+    is_sliding = tuple(window is not None for window in windows)
+    if not any(is_sliding):
+        return None
+    with_kv = [layer for layer in range(len(windows)) if recurrent is None or recurrent.has_kv[layer]]
+    owners = [layer for layer in with_kv if not sizes or sizes[layer].kv_source == layer]
+    sliding = [layer for layer in owners if is_sliding[layer]]
+    own = [(sizes[layer].kv_heads, sizes[layer].head_dim) for layer in sliding] if sizes else []
+    return SlidingShape(
+        is_sliding=is_sliding,
+        layers=len(sliding),
+        full_layers=max(1, len(owners) - len(sliding)),
+        window=max(abs(window or 0) for window in windows),
+        heads=own[0] if own and own[0] != heads else None,
+        sharing=len(with_kv) - len(owners),
+    )
+
+
 MAX_RANK = 1 << 14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexConfig:
+    """Indexer of sparse attention: each row attends to the `top` keys that score best by small heads."""
+
+    heads: int
+    dim: int
+    """Width of these heads, and of the one key of a token, which is cached behind its latent."""
+    top: int
+    layers: tuple[bool, ...]
+    """True for each layer that selects; the others attend to what the last of them selected."""
+    is_interleaved: bool
+    """True if neighboring dimensions are rotated together; else those of two halves."""
+
+    def parameters(self, hidden: int, q_rank: int) -> int:
+        """Return the number of parameters of one indexer."""
+        return self.dim * (self.heads * q_rank + hidden + 2) + self.heads * hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,18 +223,25 @@ class LatentConfig:
     value: int
     """Dimensions of a head's value."""
     has_bias: bool
+    index: IndexConfig | None = None
+    """Indexer of sparse attention; None: rows attend to all keys."""
 
     @property
     def query(self) -> int:
         return self.nope + self.rope
 
     @property
-    def width(self) -> int:
-        """Numbers that the cache holds for a token: twice, as keys and as values."""
+    def compressed(self) -> int:
+        """Numbers of a latent and its rotated key."""
         return self.kv_rank + self.rope
 
+    @property
+    def width(self) -> int:
+        """Numbers that the cache holds for a token: twice, as keys and as values."""
+        return self.compressed + (0 if self.index is None else self.index.dim)
+
     def shape(self, hidden: int, heads: int) -> LatentShape:
-        whole = hidden * self.width + self.kv_rank + self.width * self.has_bias
+        whole = hidden * self.compressed + self.kv_rank + self.compressed * self.has_bias
         split, absorbed = heads * self.value * hidden, heads * self.kv_rank * (self.nope + self.value)
         if self.q_rank:
             whole += self.q_rank * (hidden + 1 + self.has_bias)
@@ -171,6 +274,53 @@ def deepseek_latent(fields: Fields) -> LatentConfig:
     return found
 
 
+def sparse_latent(fields: Fields, *, is_interleaved: bool = False) -> LatentConfig:
+    """Read MLA with an indexer, in all layers but those that `indexer_types` calls shared."""
+    found, layers = deepseek_latent(fields), fields.integer("num_hidden_layers")
+    index = IndexConfig(
+        heads=fields.integer("index_n_heads", most=MAX_RANK),
+        dim=fields.integer("index_head_dim", most=MAX_RANK),
+        top=fields.integer("index_topk"),
+        layers=_indexed_layers(fields, layers),
+        is_interleaved=is_interleaved,
+    )
+    if not found.q_rank:
+        raise fields.error("q_lora_rank is missing, from which the indexer computes its queries")
+    if index.dim <= found.rope:
+        raise fields.error(f"index_head_dim {index.dim} must be more than qk_rope_head_dim {found.rope}")
+    return replace(found, index=index)
+
+
+def interleaved_sparse_latent(fields: Fields) -> LatentConfig:
+    return sparse_latent(fields, is_interleaved=True)
+
+
+def _indexed_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return True for each layer with an indexer, by its name or letter, or by the number of layers that
+    share a selection.
+    """
+    kinds = fields.raw.get("indexer_types") or fields.raw.get("index_topk_pattern")
+    if kinds is None:
+        every, first = fields.integer("index_topk_freq", 1), fields.number("index_skip_topk_offset", 2)
+        return tuple(max(layer - first + 1, 0) % every == 0 for layer in range(layers))
+    letters = "".join(str(kind)[:1].upper() for kind in kinds) if isinstance(kinds, (list, str)) else ""
+    if not re.fullmatch(f"F[FS]{{{layers - 1},}}", letters):
+        raise fields.error(f"indexer_types must be full or shared for {layers} layers, the first one full")
+    return tuple(letter == "F" for letter in letters[:layers])
+
+
+def sparse_sizes(fields: Fields) -> dict[str, Any]:
+    """Do as `deepseek_sizes` for MLA with an indexer."""
+    return {"head_dim": sparse_latent(fields).width, "num_key_value_heads": 1}
+
+
+def sparse_extra_params(fields: Fields) -> tuple[int, int]:
+    latent = sparse_latent(fields)
+    assert latent.index is not None
+    each = latent.index.parameters(fields.integer("hidden_size"), latent.q_rank)
+    return 0, sum(latent.index.layers) * each
+
+
 def deepseek_sizes(fields: Fields) -> dict[str, Any]:
     """Return the heads as the cache sees them: one for keys and values, of the latent's width."""
     return {"head_dim": deepseek_latent(fields).width, "num_key_value_heads": 1}
@@ -183,3 +333,66 @@ def deepseek_scales(fields: Fields) -> Scales:
     if raw.get("rope_type", raw.get("type", "default")) != "default" and mscale and factor > 1:
         scale *= (0.1 * mscale * math.log(factor) + 1) ** 2
     return Scales(attention=scale)
+
+
+def no_scales(_fields: Fields) -> Scales:
+    return Scales()
+
+
+def cohere_scales(fields: Fields) -> Scales:
+    return Scales(logits=multiplier(fields, "logit_scale"))
+
+
+def granite_scales(fields: Fields) -> Scales:
+    residual = multiplier(fields, "residual_multiplier")
+    return Scales(
+        embedding=multiplier(fields, "embedding_multiplier") / residual,
+        attention=multiplier(fields, "attention_multiplier"),
+        residual=residual,
+        logits=1 / multiplier(fields, "logits_scaling"),
+    )
+
+
+def hyperclova_scales(fields: Fields) -> Scales:
+    """Return the multipliers of a Granite, but for logits, which are multiplied."""
+    found = granite_scales(fields)
+    attention = found.attention if fields.raw.get("attention_multiplier") is not None else None
+    return replace(found, attention=attention, logits=multiplier(fields, "logits_scaling"))
+
+
+def falcon_h1_scales(fields: Fields) -> Scales:
+    """Return the multipliers of Falcon-H1. Those of attention's input and keys multiply its scores."""
+    inside, width = multiplier(fields, "attention_in_multiplier"), fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", fields.integer("hidden_size") // width or None)
+    if inside != 1 and fields.flag("attention_bias", default=False):
+        raise fields.error("attention_in_multiplier with attention_bias is not supported")
+    mamba_in = multiplier(fields, "ssm_in_multiplier")
+    if mamba_in != 1 and fields.flag("mamba_proj_bias", default=False):
+        raise fields.error("ssm_in_multiplier with mamba_proj_bias is not supported")
+    gate, down = multipliers(fields, "mlp_multipliers", 2)
+    return Scales(
+        embedding=multiplier(fields, "embedding_multiplier"),
+        attention=head_dim**-0.5 * multiplier(fields, "key_multiplier") * inside**2,
+        logits=multiplier(fields, "lm_head_multiplier"),
+        mamba_in=tuple(each * mamba_in for each in multipliers(fields, "ssm_multipliers", 5)),
+        mamba_out=multiplier(fields, "ssm_out_multiplier"),
+        attention_out=inside * multiplier(fields, "attention_out_multiplier"),
+        mlp=(gate, down),
+    )
+
+
+def multipliers(fields: Fields, name: str, count: int) -> tuple[float, ...]:
+    values = fields.numbers(name) if fields.raw.get(name) is not None else (1.0,) * count
+    if len(values) != count:
+        raise fields.error(f"{name} must have {count} numbers, not {len(values)}")
+    return tuple(_in_range(fields, name, value) for value in values)
+
+
+def multiplier(fields: Fields, name: str) -> float:
+    return _in_range(fields, name, fields.number(name, 1.0))
+
+
+def _in_range(fields: Fields, name: str, value: float) -> float:
+    if not 1e-6 <= value <= 1e6:
+        raise fields.error(f"{name} {value} must be between 1e-6 and 1e6")
+    return value

@@ -28,7 +28,7 @@ from .architecture import (
     refuse_unsupported,
 )
 from .architectures import architecture_of, named_architecture
-from .attention import LatentConfig
+from .attention import IndexConfig, LatentConfig, LayerSizes, Scales, sliding_shape
 from .encoders.pooling import has_head, read_vectors
 from .fields import (
     MAX_POSITIONS,
@@ -41,14 +41,13 @@ from .fields import (
 )
 from .moe import ExpertsConfig
 from .mtp import MTPConfig, find_mtp, mtp_shape
-from .multipliers import Scales
 from .parameters import count_linear_params, count_parameters, list_inputs
 from .recurrent.config import RecurrentConfig
 from .rope import RopeConfig
-from .shape import LayerSizes, ModelShape, sliding_shape
+from .shape import ModelShape
 from .vision.config import VisionConfig
 from .vision.families import find_vision, why_no_tower
-from .vision.shape import vision_shape
+from .vision.layout import vision_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +162,12 @@ class ModelConfig(ArchitectureTraits):
         """Return what of the model only CPUs run; empty: nothing."""
         if self.altup is not None:
             return "rows of several streams"
-        return ""
+        return "" if self.sparse_index is None else "sparse attention"
+
+    @property
+    def sparse_index(self) -> IndexConfig | None:
+        """Return the indexer of sparse attention; None: rows attend to all keys."""
+        return None if self.latent is None else self.latent.index
 
     def layers_with(self, layers: range, *, state: bool) -> int:
         """Return how many of these layers have recurrent state, or else KV of their own."""
@@ -230,6 +234,8 @@ class ModelConfig(ArchitectureTraits):
             norms_all_heads=self.qk_norm == "width" or self.has_sub_norms,
             exact_params=self.num_parameters,
             latent=None if self.latent is None else self.latent.shape(self.hidden_size, self.num_heads),
+            shares_selection=self.sparse_index is not None and not all(self.sparse_index.layers),
+            other_heads=tuple(sorted({sizes.heads for sizes in self.layer_sizes} - {0, self.num_heads})),
             fits_float16=self.fits_float16,
             quant=self.quant,
             stored=None if self.stored is None else self.stored.label,

@@ -30,8 +30,7 @@ _NORMS: Final = {
     "sandwich": _SANDWICH,
     "scaled_sandwich": _SANDWICH,
     "altup": _SANDWICH,
-    "parallel": ("input_layernorm",),
-    "parallel_biased": ("input_layernorm",),
+    **dict.fromkeys(("parallel", "parallel_biased", "parallel_rms"), ("input_layernorm",)),
     "parallel_norms": _PRE,
     "single": ("input_layernorm",),
 }
@@ -62,10 +61,8 @@ def check_weights(where: str, config: ModelConfig, entries: Mapping[str, TensorE
     if config.encoder is not None:
         entries = renamed(entries, config.encoder.rename)
     found = ExpectedTensors(where, entries, config.names, is_quantized=config.stored is not None)
-    if config.encoder is not None:
-        unused = _check_encoder(found, config, config.encoder)
-    else:
-        unused = _check_decoder(found, config)
+    encoder = config.encoder
+    unused = _check_decoder(found, config) if encoder is None else _check_encoder(found, config, encoder)
     left = {
         name: entry
         for name, entry in found.left.items()
@@ -77,10 +74,9 @@ def check_weights(where: str, config: ModelConfig, entries: Mapping[str, TensorE
 
 def _check_decoder(found: ExpectedTensors, config: ModelConfig) -> tuple[str, ...]:
     """Take all tensors of a decoder; return prefixes of those that nothing needs."""
-    hidden, recurrent = config.hidden_size, config.recurrent
-    found.linears("", {"model.embed_tokens": config.vocab_size}, hidden)
-    if rows := config.position_rows:
-        found.linears("", {"model.embed_positions": rows}, hidden)
+    hidden, recurrent, positions = config.hidden_size, config.recurrent, config.position_rows
+    tables = {"tokens": config.vocab_size, **({"positions": positions} if positions else {})}
+    found.linears("", {f"model.embed_{name}": rows for name, rows in tables.items()}, hidden)
     if width := config.per_layer_width:
         row = config.per_layer_row
         found.linears("", {"model.embed_tokens_per_layer": config.per_layer_vocab}, row)
@@ -101,7 +97,7 @@ def _check_decoder(found: ExpectedTensors, config: ModelConfig) -> tuple[str, ..
             if config.latent is None:
                 _take_attention(found, module, config, layer)
             else:
-                _take_latent(found, module, config, config.latent)
+                _take_latent(found, module, config, config.latent, layer)
         if config.block in {"scaled_sandwich", "altup"}:
             _take_gemma(found, prefix, config)
         if config.block != "single" or not (is_recurrent or has_attention):
@@ -109,7 +105,7 @@ def _check_decoder(found: ExpectedTensors, config: ModelConfig) -> tuple[str, ..
         for norm in _NORMS[config.recurrent_block if is_recurrent else config.block]:
             _take_norm(found, prefix, norm, config)
     _take_norm(found, "", "model.norm", config)
-    unused = ["mtp.", "model.mtp_layers."]
+    unused = ["mtp.", "model.mtp_layers.", "model.mtp."]
     unused += (f"model.layers.{config.num_layers + layer}." for layer in range(config.extra_layers))
     if config.tie_word_embeddings:
         return (*unused, "lm_head.weight")
@@ -158,12 +154,13 @@ def _take_gemma(found: ExpectedTensors, prefix: str, config: ModelConfig) -> Non
 def _take_attention(found: ExpectedTensors, module: str, config: ModelConfig, layer: int) -> None:
     sizes, hidden = config.sizes_of(layer), config.hidden_size
     head_dim, has_kv = sizes.head_dim, sizes.kv_source == layer
-    q, kv = config.num_heads * head_dim, sizes.kv_heads * head_dim
+    all_heads, value_dim = sizes.heads or config.num_heads, sizes.value_dim or head_dim
+    q, kv, v = all_heads * head_dim, sizes.kv_heads * head_dim, sizes.kv_heads * value_dim
     rows = {"q_proj": q * (1 + (config.attention_gate == "q_proj"))}
-    if config.attention_gate == "gate_proj":
-        rows["gate_proj"] = q
+    if config.attention_gate in {"gate_proj", "g_proj"}:
+        rows[config.attention_gate] = q
     if has_kv:
-        rows |= {"k_proj": kv, "v_proj": kv} if sizes.has_values else {"k_proj": kv}
+        rows |= {"k_proj": kv, "v_proj": v} if sizes.has_values else {"k_proj": kv}
     else:  # some checkpoints have them, unused
         for name in ("k_proj", "v_proj", "k_norm"):
             found.take_all(found.at(module, name))
@@ -171,13 +168,13 @@ def _take_attention(found: ExpectedTensors, module: str, config: ModelConfig, la
         rows = {"qkv_proj": q + 2 * kv}
     stacks = ("qkv_proj",) if config.has_stacked_projections else ()
     found.linears(module, rows, hidden, bias=config.qkv_bias, stacks=stacks)
-    if config.has_sinks:
-        found.take(found.at(module, "sinks"), config.num_heads)
+    if config.has_sinks and sizes.has_sinks:
+        found.take(found.at(module, "sinks"), all_heads)
     if config.has_head_gate:
-        found.linears(module, {"g_proj": config.num_heads}, hidden)
+        found.linears(module, {"g_proj": all_heads}, hidden)
     if config.has_sub_norms:
         found.take(found.at(module, "attn_sub_norm.weight"), q)
-    for norm, heads in (("q_norm", config.num_heads), *((("k_norm", sizes.kv_heads),) if has_kv else ())):
+    for norm, heads in (("q_norm", all_heads), *((("k_norm", sizes.kv_heads),) if has_kv else ())):
         match config.qk_norm:
             case "heads":
                 found.take(found.at(module, f"{norm}.weight"), head_dim)
@@ -188,13 +185,15 @@ def _take_attention(found: ExpectedTensors, module: str, config: ModelConfig, la
             case "layer_by_head":
                 for head in range(heads):
                     found.take(found.at(found.at(module, f"{norm}."), f"{head}.weight"), head_dim)
-    found.linears(module, {"o_proj": hidden}, q, bias=config.o_bias)
+    found.linears(module, {"o_proj": hidden}, all_heads * value_dim, bias=config.o_bias)
 
 
-def _take_latent(found: ExpectedTensors, module: str, config: ModelConfig, latent: LatentConfig) -> None:
+def _take_latent(
+    found: ExpectedTensors, module: str, config: ModelConfig, latent: LatentConfig, layer: int
+) -> None:
     hidden, heads = config.hidden_size, config.num_heads
     bias, inputs = latent.has_bias, latent.q_rank or hidden
-    found.linears(module, {"kv_a_proj_with_mqa": latent.width}, hidden, bias=bias)
+    found.linears(module, {"kv_a_proj_with_mqa": latent.compressed}, hidden, bias=bias)
     found.take(found.at(module, "kv_a_layernorm.weight"), latent.kv_rank)
     if latent.q_rank:
         found.linears(module, {"q_a_proj": inputs}, hidden, bias=bias)
@@ -204,6 +203,12 @@ def _take_latent(found: ExpectedTensors, module: str, config: ModelConfig, laten
     if config.has_head_gate:
         found.linears(module, {"g_proj": heads}, hidden)
     found.linears(module, {"o_proj": hidden}, heads * latent.value, bias=bias)
+    if (index := latent.index) is not None and index.layers[layer]:
+        module = found.at(module, "indexer.")
+        found.linears(module, {"wq_b": index.heads * index.dim}, inputs)
+        found.linears(module, {"wk": index.dim, "weights_proj": index.heads}, hidden)
+        for part in ("weight", "bias"):
+            found.take(found.at(module, f"k_norm.{part}"), index.dim)
 
 
 def _take_recurrent(
@@ -277,7 +282,11 @@ def _take_mlp(found: ExpectedTensors, prefix: str, config: ModelConfig, layer: i
     if config.experts is not None and config.experts.layers[layer] and not is_beside:
         module = found.at(prefix, f"{config.experts.module}.") if config.experts.module else prefix
         _take_experts(found, module, config, config.experts)
+        if config.norms_experts:
+            _take_norm(found, prefix, "post_mlp_layernorm", config)
         return
+    if config.norms_experts:  # some checkpoints have it, unused
+        found.take_all(found.at(prefix, "post_mlp_layernorm"))
     module = found.at(prefix, "mlp.")
     _take_gated(found, module, config, config.sizes_of(layer).inner)
     if config.has_sub_norms:

@@ -56,7 +56,7 @@ class ExpertsConfig:
     """True if the routing weights of the selected experts are normalized to sum to one."""
     layers: tuple[bool, ...]
     """True for each layer with experts; the others have an MLP."""
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sigmoid_of_logits"] = "softmax"
     scale: float = 1.0
     """Multiplier of routing weights."""
     groups: int = 1
@@ -65,6 +65,8 @@ class ExpertsConfig:
     """Groups of experts, of which `top_groups` are selected by the sum of their `group_best` best experts."""
     shared_inner: int = 0
     """Intermediate size of the expert that all tokens pass through; 0: there is none."""
+    averages: bool = False
+    """True if the result is the mean of that of experts and that of the shared one."""
     has_shared_gate: bool = False
     """True if the shared expert's result is multiplied by a gate of its own."""
     has_bias: bool = False

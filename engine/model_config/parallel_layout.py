@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from llmbox.kernels.quant_formats import Quant
 
+from ..checkpoint.safetensors import ShardSlice
 from ..errors import ParallelError
-from ..partition import ShardSlice
 from .shape import ModelShape
 
 MAX_RANKS = 16
@@ -152,8 +152,8 @@ def check_layout(
         )
     if pp > 1 and shape.has_layer_ties:
         raise ParallelError(
-            f"--pp {pp}: layers of this model read keys and values of others, or embeddings of the first "
-            "stage: use --tp"
+            f"--pp {pp}: layers of this model read keys and values of others, keys that others selected, or "
+            "embeddings of the first stage: use --tp"
         )
     if reason := _indivisible(shape, tp, quant, expert_parallel):
         fitting = [n for n in range(1, MAX_RANKS + 1) if not _indivisible(shape, n, quant, expert_parallel)]
@@ -213,8 +213,9 @@ def _indivisible(shape: ModelShape, tp: int, quant: Quant | None, expert_paralle
             "the model norms its queries over all heads together, or attention's results, of which a rank "
             "would have a part"
         )
-    if shape.heads % tp:
-        return f"the model's {shape.heads} attention heads cannot be shared equally"
+    for heads in (shape.heads, *shape.other_heads):
+        if heads % tp:
+            return f"the model's {heads} attention heads cannot be shared equally"
     if shape.kv_heads % tp and tp % shape.kv_heads:
         return f"the model's {shape.kv_heads} KV heads can neither be shared nor copied equally"
     if shape.sliding and shape.sliding.heads and (few := shape.sliding.heads[0]) % tp and tp % few:

@@ -16,6 +16,7 @@ _NORMS: Final[Mapping[BlockKind, int]] = {
     "altup": 4,
     "parallel": 1,
     "parallel_biased": 1,
+    "parallel_rms": 1,
     "single": 1,
 }
 """Norms of a layer, where there are not two."""
@@ -49,7 +50,9 @@ def count_parameters(config: "ModelConfig") -> int:
     mlp += len(XIELU._fields) * (config.activation == "xielu")
     tables = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
     tables += config.position_rows * hidden + config.vocab_size * config.head_bias
-    experts = 0 if (moe := config.experts) is None else moe.num_layers * moe.parameters(hidden)
+    experts = 0
+    if (moe := config.experts) is not None:
+        experts = moe.num_layers * (moe.parameters(hidden) + hidden * config.norms_experts)
     layers = config.num_layers * layer + mixers + config.mlp_layers * mlp
     return tables + layers + experts + norm + config.extra_params[1]
 
@@ -84,16 +87,24 @@ def _attention_params(config: "ModelConfig", layer: int) -> int:
     sizes, hidden = config.sizes_of(layer), config.hidden_size
     if config.latent is not None:
         return config.latent.shape(hidden, config.num_heads).params
-    is_owner = sizes.kv_source == layer
-    q, kv = config.num_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim * is_owner
+    is_owner, heads = sizes.kv_source == layer, sizes.heads or config.num_heads
+    q, kv = heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim * is_owner
     norms = {"heads": (1 + is_owner) * sizes.head_dim, "width": q + kv}.get(config.qk_norm or "", 0)
-    linears = hidden * (2 * q + kv * (1 + sizes.has_values))
+    linears = hidden * (2 * q + kv * (1 + sizes.has_values) + heads * config.has_head_gate)
+    if sizes.value_dim:
+        linears -= hidden * (heads + sizes.kv_heads) * (sizes.head_dim - sizes.value_dim)
     gates = q * (hidden + config.qkv_bias) * bool(config.attention_gate)
-    biases = (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias + config.num_heads * config.has_sinks
+    biases = (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias
+    biases += heads * (config.has_sinks and sizes.has_sinks)
+    if sizes.value_dim:
+        biases -= sizes.kv_heads * (sizes.head_dim - sizes.value_dim) * config.qkv_bias
     return norms + linears + gates + biases
 
 
 def list_inputs(config: "ModelConfig") -> tuple[tuple[str, int], ...]:
     """Return `ModelShape.other_inputs`."""
-    widths = {("a narrower attention", config.num_heads * sizes.head_dim) for sizes in config.layer_sizes}
+    widths = {
+        ("a narrower attention", (sizes.heads or config.num_heads) * (sizes.value_dim or sizes.head_dim))
+        for sizes in config.layer_sizes
+    }
     return tuple(sorted(widths | {("a smaller MLP", sizes.inner) for sizes in config.layer_sizes}))

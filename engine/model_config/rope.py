@@ -112,6 +112,7 @@ MINISTRAL3_ROPE: Mapping[str, Any] = {
 }
 """Defaults of transformers for a gpt-oss and a Ministral 3."""
 
+LAYER_KINDS = "full_attention", "sliding_attention"
 LayerRopes = tuple[tuple[RopeConfig, ...], tuple[int, ...]]
 """RoPE variants, and the index of each layer's."""
 RopeRule = Callable[[Fields, int, int, int], LayerRopes]
@@ -160,7 +161,7 @@ def reversed_rope(fields: Fields, head_dim: int, positions: int, layers: int) ->
 
 def ropes_by_type(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return two RoPE variants of `rope_parameters`: for full attention, and for sliding windows."""
-    names, types = ("full_attention", "sliding_attention"), fields.raw.get("layer_types")
+    names, types = LAYER_KINDS, fields.raw.get("layer_types")
     by_type = fields.mapping("rope_parameters") or {}
     if set(by_type) != set(names):
         raise fields.error(f"rope_parameters must have an entry for {' and '.join(names)}, and no others")
@@ -168,6 +169,23 @@ def ropes_by_type(fields: Fields, head_dim: int, positions: int, layers: int) ->
     found = tuple(read_proportional_rope(raw.mapping(name) or {}, raw, head_dim, positions) for name in names)
     kinds = types if isinstance(types, list) else [names[0]] * layers
     return found, tuple(int(kind == names[1]) for kind in kinds)
+
+
+def partial_ropes_by_type(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
+    """Return a RoPE for full attention and one for sliding windows, each over its part of a head."""
+    by_type = fields.mapping("rope_parameters") or {}
+    if not by_type or not by_type.keys() <= set(LAYER_KINDS):
+        raise fields.error(
+            f"rope_parameters must have an entry for {' and '.join(LAYER_KINDS)}, and no others"
+        )
+    raw, found = Fields(by_type, f"{fields.where}: rope_parameters"), []
+    for name in by_type:
+        rope = raw.mapping(name) or {}
+        found.append(read_rope(rope, fields, part_of_head(rope, fields, head_dim), positions))
+    names, types = list(by_type), layer_types(fields, layers)
+    if not set(types) <= set(names):
+        raise fields.error("rope_parameters must have an entry for each type in layer_types")
+    return tuple(found), tuple(names.index(kind) for kind in types)
 
 
 def deepseek_rope(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
@@ -235,7 +253,7 @@ def rope_of_some_layers(fields: Fields, head_dim: int, positions: int, layers: i
 
 def olmo3_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return a scaled RoPE for layers of full attention, and an unscaled one for sliding windows."""
-    names = ("full_attention", "sliding_attention")
+    names = LAYER_KINDS
     raw = fields.mapping("rope_parameters") or {"full_attention": fields.mapping("rope_scaling")}
     if not raw.keys() <= set(names):
         raise fields.error(f"rope_parameters must have an entry for {names[0]} and {names[1]}, and no others")

@@ -8,7 +8,7 @@ from typing import Literal
 from llmbox.kernels.quant_formats import BlockSizes, Quant
 
 from ..config import Dtype
-from .vision.shape import NO_TOWER, VisionShape
+from .vision.config import NO_TOWER, VisionShape
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALED_KV = frozenset({"int8", "fp8"})
@@ -108,46 +108,6 @@ class SlidingShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSizes:
-    """Sizes of one layer's attention and MLP."""
-
-    kv_heads: int
-    head_dim: int
-    inner: int
-    """Intermediate size of its MLP."""
-    kv_source: int
-    """Layer whose keys and values it reads: its own number, or that of an earlier layer."""
-    has_values: bool = True
-    """False if values are the keys before their norm and RoPE."""
-    sparsity: float = 0.0
-    """Share of the gates of its MLP that are set to 0; 0: none is."""
-
-
-def sliding_shape(
-    windows: tuple[int | None, ...],
-    sizes: tuple[LayerSizes, ...],
-    heads: tuple[int, int],
-    recurrent: RecurrentShape | None,
-) -> SlidingShape | None:
-    """Return the layers with a window; None if there are none. `heads`: KV heads of others, their width."""
-    is_sliding = tuple(window is not None for window in windows)
-    if not any(is_sliding):
-        return None
-    with_kv = [layer for layer in range(len(windows)) if recurrent is None or recurrent.has_kv[layer]]
-    owners = [layer for layer in with_kv if not sizes or sizes[layer].kv_source == layer]
-    sliding = [layer for layer in owners if is_sliding[layer]]
-    own = [(sizes[layer].kv_heads, sizes[layer].head_dim) for layer in sliding] if sizes else []
-    return SlidingShape(
-        is_sliding=is_sliding,
-        layers=len(sliding),
-        full_layers=max(1, len(owners) - len(sliding)),
-        window=max(abs(window or 0) for window in windows),
-        heads=own[0] if own and own[0] != heads else None,
-        sharing=len(with_kv) - len(owners),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Sizes from config.json; a gated MLP (three matrices of hidden x ffn) is assumed."""
 
@@ -192,6 +152,8 @@ class ModelShape:
     """Number of layers with an MLP; None: all that have no experts."""
     is_gated: bool = True
     """True if MLPs and experts have gates: three matrices, else two."""
+    shares_selection: bool = False
+    """True if layers attend to keys that an earlier one selected."""
     latent: LatentShape | None = None
     """Latent attention; heads and `head_dim` are then those of the cached latents."""
     fits_float16: bool = True
@@ -202,6 +164,8 @@ class ModelShape:
     """True for a model that keeps no keys and values: it sees a whole text at once, and makes a vector."""
     linear_params: int | None = None
     """Parameters of attention and MLPs of all layers, where layers differ; None: the closed form."""
+    other_heads: tuple[int, ...] = ()
+    """Query heads of layers that have another number of them."""
     looked_up_params: int = 0
     """Parameters of embeddings of each layer, of which a token reads a row."""
     looked_up_width: int = 0
@@ -232,7 +196,8 @@ class ModelShape:
         """True if layers need more of others than their output, so that they cannot be on different
         stages.
         """
-        return self.looked_up_params > 0 or (self.sliding is not None and self.sliding.sharing > 0)
+        shares_kv = self.sliding is not None and self.sliding.sharing > 0
+        return self.looked_up_params > 0 or shares_kv or self.shares_selection
 
     def seen(self, context: float) -> float:
         """Return the mean number of visible tokens over the layers, at `context` tokens."""

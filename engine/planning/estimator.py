@@ -26,7 +26,7 @@ from ..hardware.machine import show_bytes
 from ..model_config.config import parse_config
 from ..model_config.draft_heads import Eagle3Config, read_draft_head
 from ..model_config.shape import DTYPE_BYTES, ModelShape
-from ..model_config.vision.shape import NO_TOWER, USUAL_SIDE
+from ..model_config.vision.config import NO_TOWER, USUAL_SIDE
 from .disaggregation import check_disaggregation, decode_config, describe_pair
 from .memory_model import image_cache_bytes
 from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan, resolve_dtypes
@@ -225,9 +225,9 @@ def why_no_images(shape: ModelShape, config: EngineConfig) -> str:
     if shape.vision is None:
         return shape.image_problem
     if config.batching == "static":
-        return "pictures need continuous batching: load it without --batching static"
+        return "images need continuous batching: load it without --batching static"
     if not config.chunked_prefill:
-        return "pictures need chunked prefill: load it without --no-chunked-prefill"
+        return "images need chunked prefill: load it without --no-chunked-prefill"
     return ""
 
 
@@ -272,16 +272,17 @@ def why_no_mtp(shape: ModelShape, budget: MemoryBudget, config: EngineConfig, ra
     site = KernelSite(device=budget.device, has_native=budget.native_kernels, capability=None)
     invariant = is_row_invariant(dtype, kv_dtype, site, deterministic=config.deterministic)
     overlaps = config.overlaps_on(budget.device)
-    return why_no_draft_model(ranks) or why_no_drafts(1, overlaps=overlaps, row_invariant=invariant)
+    reason = why_no_draft_model("mtp", ranks, budget.device)
+    return reason or why_no_drafts(1, overlaps=overlaps, row_invariant=invariant)
 
 
 def note_images(shape: ModelShape, images: dict[str, Any], problem: str) -> tuple[str, ...]:
     """Return the note on what images cost, or why a model with a tower reads none."""
     if shape.vision is None:
-        return () if problem == NO_TOWER else (f"no pictures are read: {problem}",)
+        return () if problem == NO_TOWER else (f"no images are read: {problem}",)
     tower, kept = show_bytes(images["vision_bytes"]), show_bytes(images["image_cache_bytes"])
     cost = f"one of {USUAL_SIDE} x {USUAL_SIDE} takes {shape.vision.usual_rows:,} tokens"
-    return (f"pictures: {cost}; the vision tower is {tower} of the weights, kept embeddings {kept}",)
+    return (f"images: {cost}; the vision tower is {tower} of the weights, kept embeddings {kept}",)
 
 
 def note_factors(shape: ModelShape, context: int) -> tuple[str, ...]:

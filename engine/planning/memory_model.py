@@ -6,7 +6,7 @@ from llmbox.kernels.quant_formats import Quant
 
 from ..checkpoint.adapter import MAX_RANK
 from ..model_config.shape import DTYPE_BYTES, ModelShape, head_bytes, layers_bytes
-from ..model_config.vision.shape import KEPT_PICTURE_ROWS
+from ..model_config.vision.config import KEPT_IMAGE_ROWS
 
 MIB = 1 << 20
 
@@ -131,16 +131,17 @@ def workspace_bytes(
     runtime = _CPU_RUNTIME
     if device == "cuda":
         runtime = CUDA_CONTEXT + _CUDA_LIBRARIES if is_alone else 0
-    pictures = 0
+    images = 0
     if shape.vision is not None:
         numbers = shape.vision.tower_rows * shape.vision.patch_numbers + shape.vision.slice_numbers
-        pictures = numbers * size + image_cache_bytes(shape, dtype)
-    return activations + scores + gathered + positions + logits + runtime + graphs_reserve(graphs) + pictures
+        images = numbers * size + shape.vision.tower_rows * shape.vision.row_bytes
+        images += image_cache_bytes(shape, dtype)
+    return activations + scores + gathered + positions + logits + runtime + graphs_reserve(graphs) + images
 
 
 def image_cache_bytes(shape: ModelShape, dtype: str) -> int:
     """Return the bytes of the embeddings of images that are kept."""
-    return 0 if shape.vision is None else KEPT_PICTURE_ROWS * shape.vision.row * DTYPE_BYTES[dtype]
+    return 0 if shape.vision is None else KEPT_IMAGE_ROWS * shape.vision.row * DTYPE_BYTES[dtype]
 
 
 def graphs_reserve(sizes: int) -> int:

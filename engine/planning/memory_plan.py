@@ -16,7 +16,7 @@ from ..errors import DeviceError
 from ..hardware.machine import Machine
 from ..model_config.parallel_layout import ExpertPlacement, ParallelLayout
 from ..model_config.shape import DTYPE_BYTES, ModelShape
-from ..model_config.vision.shape import NO_TOWER
+from ..model_config.vision.config import NO_TOWER
 
 _GIB = 1 << 30
 _FLOAT32_UP_TO = _GIB

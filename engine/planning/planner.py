@@ -77,11 +77,11 @@ class Planner:
         self.least_slots = min(_LEAST_SLOTS, self.wanted_slots)
 
     def _add_draft(self, draft: DraftModelSizes) -> None:
-        """Count the weights and the KV cache of the draft model."""
+        """Count the weights and the KV cache of the draft model. Of ranks in one memory the first has it."""
         weights = weights_bytes(draft.shape, self.dtype, QUANTS.get(draft.quant))
         kv = draft.shape.kv_bytes_per_token(self.kv_dtype, self._stored_width)
-        self.weights += weights
-        self.kv_bytes_per_token += kv
+        self.weights += ceil_div(weights, self.ranks)
+        self.kv_bytes_per_token += ceil_div(kv, self.ranks)
         self.notes.append(
             f"{draft.name}: {show_bytes(weights)} of the weights and {kv:,} bytes of the KV cache per "
             "token are its own"
@@ -168,7 +168,7 @@ class Planner:
     def _window_blocks(self, running: int) -> int:
         if not self.window:
             return 0
-        step = max(self.token_budget, self.max_running) + self._picture_rows
+        step = max(self.token_budget, self.max_running) + self._image_rows
         return pool_blocks(self.window, self.config.block_size, running, step)
 
     def _window_bytes(self, blocks: int) -> int:
@@ -290,14 +290,14 @@ class Planner:
         return -(-context // self.config.block_size)
 
     @property
-    def _picture_rows(self) -> int:
+    def _image_rows(self) -> int:
         """Rows that a step may have beyond its budget."""
         return 0 if self.shape.vision is None else self.shape.vision.whole_rows
 
     def _workspace(self, context: int) -> int:
         rows = ceil_div(max(self.token_budget, self.max_running), self.stages)
         is_whole = self.shape.is_bidirectional or not self.config.chunked_prefill
-        rows += context if is_whole else self._picture_rows
+        rows += context if is_whole else self._image_rows
         is_native = self._is_native and not self.shape.is_bidirectional
         need = partial(
             workspace_bytes,
@@ -314,6 +314,7 @@ class Planner:
             is_whole = self.budget.device == "cuda" and self.draft.features > 0  # a head takes a whole step
             drafting = need(own, rows=rows if is_whole else DRAFT_MODEL_ROWS, graphs=graphs, is_alone=False)
             drafting += 2 * rows * self.draft.features * DTYPE_BYTES[self.dtype]
+            drafting = ceil_div(drafting, self.ranks)
         if self.config.plans_adapters:
             experts = self.shape.experts.per_token if self.shape.experts else 1
             adapters = self.config.lora_bytes + adapter_scratch(self.budget.device, rows, experts)

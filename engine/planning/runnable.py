@@ -190,7 +190,7 @@ class RunnablePlan:
             plan.ranks,
             plan.pp,
             is_stored=model.quant is not None,
-            cpu_part=model.cpu_part,
+            cpu_part=_cpu_part(plan, model),
             is_bidirectional=model.is_bidirectional,
             has_experts=model.experts is not None,
             has_host_experts=plan.expert_bytes > 0,
@@ -198,6 +198,12 @@ class RunnablePlan:
             is_plain=_is_plain(model),
             draft_method=plan.draft_method,
         )
+
+
+def _cpu_part(plan: MemoryPlan, model: ModelConfig) -> str:
+    """Return what only CPUs run of a model: sparse attention of a context that it selects whole is dense."""
+    index = model.sparse_index
+    return "" if index is not None and plan.context <= index.top else model.cpu_part
 
 
 def _is_plain(model: ModelConfig) -> bool:
@@ -240,12 +246,12 @@ def require_runnable(plan: RunnablePlan, site: KernelSite, config: EngineConfig)
     if config.exact == "portable" and (reason := _why_not_portable(plan, site)):
         raise DeviceError(f"exact portable was requested, but {reason}")
     overlaps = config.overlaps_on(site.device)
-    if plan.cpu_part and (overlaps or site.device == "cuda"):
+    if plan.cpu_part and (overlaps or site.device == "cuda" or site.uses_triton):
         raise DeviceError(
             f"the {plan.cpu_part} of this model run on CPUs only, one step at a time: load with --device cpu "
             "and without --overlap"
         )
-    _require_drafts(plan, config, overlaps=overlaps, row_invariant=invariant)
+    _require_drafts(plan, config, site.device, overlaps=overlaps, row_invariant=invariant)
 
 
 def not_deterministic(kernels: str) -> DeviceError:
@@ -257,7 +263,9 @@ def not_deterministic(kernels: str) -> DeviceError:
     )
 
 
-def _require_drafts(plan: RunnablePlan, config: EngineConfig, *, overlaps: bool, row_invariant: bool) -> None:
+def _require_drafts(
+    plan: RunnablePlan, config: EngineConfig, device: str, *, overlaps: bool, row_invariant: bool
+) -> None:
     """Raise DeviceError if draft tokens, or what proposes them, were asked for and cannot be verified."""
     beside = plan.has_host_experts
     reason = why_no_drafts(plan.stages, overlaps=overlaps, row_invariant=row_invariant, host_experts=beside)
@@ -270,14 +278,20 @@ def _require_drafts(plan: RunnablePlan, config: EngineConfig, *, overlaps: bool,
         wanted = "a draft model" if plan.draft_method in {None, "draft_model"} else "a draft head"
     if wanted and config.speculate == "off":
         raise DeviceError(f"{wanted} cannot be combined with --speculate off: leave one of them out")
-    reason = why_no_draft_model(plan.ranks) or reason
+    reason = why_no_draft_model(plan.draft_method, plan.ranks, device) or reason
     if wanted and reason:
         raise DeviceError(f"{wanted} was requested, but {reason}: load without --draft")
 
 
-def why_no_draft_model(ranks: int) -> str:
-    """Return the reason why a draft model or head cannot run beside a model; empty if it can."""
-    return f"the model runs on {ranks} ranks, which verify drafts of lookups only" if ranks > 1 else ""
+def why_no_draft_model(method: DraftMethod | None, ranks: int, device: str) -> str:
+    """Return the reason why a draft model or head cannot run beside a model; empty if it can.
+
+    A draft model runs on rank 0 alone. A head reads hidden states of layers that other ranks may have.
+    """
+    if ranks == 1 or (device == "cpu" and method == "draft_model"):
+        return ""
+    others = "lookups and draft models" if device == "cpu" else "lookups"
+    return f"the model runs on {ranks} ranks, which verify drafts of {others} only"
 
 
 def why_no_drafts(stages: int, *, overlaps: bool, row_invariant: bool, host_experts: bool = False) -> str:

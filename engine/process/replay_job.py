@@ -55,7 +55,7 @@ class ReplayReport:
 
 _INEXACT = (
     (DRAFTED, "more draft tokens than are recorded"),
-    (IMAGES, "pictures"),
+    (IMAGES, "images"),
     (ADAPTER, "adapters"),
     (LIMITED, "grammars"),
 )

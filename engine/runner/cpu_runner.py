@@ -38,6 +38,7 @@ from .input_batch import (
     decodes,
     rope_rows,
     sliding_table,
+    slots_of_requests,
 )
 from .prompt_results import read_sums, sum_states
 
@@ -203,7 +204,8 @@ class CPUModelRunner:
             return result
         result.prompt_logprobs.update(prompt_logprobs(self._model, self._sampler, rest_RE, batch.prompts))
         if batch.pooled:
-            self._pool(hidden_RE, batch, result)
+            count = sum(rows.count for rows in batch.pooled)
+            result.add(read_sums(sum_states(hidden_RE[-count:], batch.pooled), batch.pooled))
         return result
 
     def prepare(self) -> bool:
@@ -262,12 +264,6 @@ class CPUModelRunner:
         window_cache = self._window_cache if self._has_window_blocks else None
         return block_memory(self._ops, self._caches, window_cache, self._states, HostDevice())
 
-    def _pool(self, hidden_RE: Tensor, batch: StepBatch, result: StepResult) -> None:
-        count = sum(rows.count for rows in batch.pooled)
-        sums, failed = read_sums(sum_states(hidden_RE[-count:], batch.pooled), batch.pooled)
-        result.pooled.update(sums)
-        result.failed.update(failed)
-
     def _forward(self, batch: StepBatch, rows: Sequence[ScheduledRequest]) -> ForwardContext:
         cos_ATD, sin_ATD = rope_rows(self._rotary, rows, batch.ragged.positions_T)
         sliding = self._window_cache or self._cache
@@ -308,8 +304,7 @@ class CPUModelRunner:
         doubtful = requests_with_nan(hidden_SE, batch.rounds)
         adapted, adapters = None, self._model.adapters
         if batch.ragged.adapters is not None and adapters is not None:
-            requests = (row.request for part in batch.rounds for row in part)
-            slots = ((request.adapter_slot, range(n, n + 1)) for n, request in enumerate(requests))
+            slots = slots_of_requests(row.request for part in batch.rounds for row in part)
             adapted = adapters.group(slots, hidden_SE.device)
         return verify_drafts(self._sampler, self._model.logits(hidden_SE, adapted), batch.rounds, doubtful)
 

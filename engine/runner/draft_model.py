@@ -28,10 +28,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from ..config import DRAFT_MODEL_ROWS
-from ..core.executor_interface import Executor, SyncExecutor
 from ..core.request import Request
 from ..core.speculation.proposer import DraftMethod, Proposals
-from ..core.step import SampledToken, ScheduledRequest, StepPlan, StepResult
+from ..core.step import Executor, SampledToken, ScheduledRequest, StepPlan, StepResult, SyncExecutor
 from ..sampling import Sampler
 from ..sampling.logits_processors import pad_vocabulary
 from .draft_verification import drafting

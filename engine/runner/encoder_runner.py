@@ -130,9 +130,8 @@ class EncoderRunner:
         texts = torch.split(states_TE, [row.num_tokens for row in plan.rows])
         for row, states_LE in zip(plan.rows, texts, strict=True):
             pooled = [PooledRows(row.request, 1)]
-            sums, failed = read_sums(sum_states(self._vector(row, states_LE).unsqueeze(0), pooled), pooled)
-            result.pooled.update(sums)
-            result.failed.update(failed)
+            sums_1E = sum_states(self._vector(row, states_LE).unsqueeze(0), pooled)
+            result.add(read_sums(sums_1E, pooled))
         return result
 
     def _vector(self, row: ScheduledRequest, states_LE: Tensor) -> Tensor:

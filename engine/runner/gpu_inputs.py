@@ -4,9 +4,8 @@ N sequences, T rows of the step, B blocks of a table, R rows of `DeviceRequestSt
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Final
 
 import torch
@@ -25,7 +24,16 @@ from ..model.decoder import Decoder
 from ..model.draft_heads import DraftHead
 from ..sampling.device_state import DeviceBlockTables, DeviceRequestState
 from ..weights.loaded_adapters import LoadedAdapters
-from .input_batch import PooledRows, PromptRows, long_rows, pooled_rows, saves_of
+from .input_batch import (
+    PooledRows,
+    PromptRows,
+    ScoredRows,
+    SlotRows,
+    long_rows,
+    saves_of,
+    slots_of_requests,
+    slots_of_rows,
+)
 
 NO_DRAFT: Final = -1
 """In place of a draft token: the request's last token, which the device may know alone."""
@@ -172,12 +180,7 @@ class DeviceAdapters(LoadedAdapters):
 
     def upload(self, rows: Sequence[ScheduledRequest], size: int) -> None:
         """Write the tiles of a decoding step of `size` rows."""
-        ends = accumulate(row.num_tokens for row in rows)
-        slots = (
-            (row.request.adapter_slot, range(end - row.num_tokens, end))
-            for row, end in zip(rows, ends, strict=True)
-        )
-        upload_tiles(slots, self._uploader, self.of_decoding(size).tiles)
+        upload_tiles(slots_of_rows(rows), self._uploader, self.of_decoding(size).tiles)
 
     def of_decoding(self, size: int) -> LoraTiles:
         return LoraTiles(self.tiles[: LoraTiles.most(size)])
@@ -186,13 +189,10 @@ class DeviceAdapters(LoadedAdapters):
         """Return the tiles of rows of logits, one for each request, where an adapter changes them."""
         if not self or self._layers is None or not self._layers.changes_head:
             return None
-        slots = ((request.adapter_slot, range(n, n + 1)) for n, request in enumerate(requests))
-        return upload_tiles(slots, self._uploader)
+        return upload_tiles(slots_of_requests(requests), self._uploader)
 
 
-def upload_tiles(
-    slots_T: Iterable[tuple[int, range]], uploader: Uploader, into: Tensor | None = None
-) -> LoraTiles | None:
+def upload_tiles(slots_T: SlotRows, uploader: Uploader, into: Tensor | None = None) -> LoraTiles | None:
     """Return the tiles of (slot, rows) on the device; None where no row has an adapter. `into`: buffer to
     write them to; the rest of it is marked as empty.
     """
@@ -251,10 +251,10 @@ def mixed_inputs(
         flat.add(one, number)
     (
         ids_T, position_T, starts_N1, context_N, row_N, length_N,
-        sampled, prompt, vector, next_P, row_S, position_S, hole, fill,
+        sampled, prompt, next_P, vector, row_S, position_S, hole, fill,
     ) = uploader.upload(
         flat.ids, flat.positions, flat.starts, flat.contexts, flat.rows, flat.lengths,
-        flat.sampled, flat.prompt, flat.vector, flat.next_ids,
+        flat.sampled, flat.scored.prompt_rows, flat.scored.next_ids, flat.scored.vector_rows,
         flat.sampled_rows, flat.sampled_positions, flat.holes, flat.fills,
     )  # fmt: skip
     if flat.holes:
@@ -274,11 +274,7 @@ def mixed_inputs(
     states = None
     if with_states:
         states = StateLayout(rows.state_slots(row_N), *uploader.upload(*saves_of(planned, flat.starts)))
-    adapters = None
-    if with_adapters:
-        bounds = zip(planned, flat.starts, flat.starts[1:], strict=False)
-        slots = ((one.request.adapter_slot, range(start, end)) for one, start, end in bounds)
-        adapters = upload_tiles(slots, uploader)
+    adapters = upload_tiles(slots_of_rows(planned), uploader) if with_adapters else None
     ragged = BatchLayout(
         block_size=block_size,
         query_lens=list(flat.lengths),
@@ -299,9 +295,9 @@ def mixed_inputs(
         torch.cat((sampled, prompt, vector)),
         row_S,
         position_S,
-        flat.prompts,
+        flat.scored.prompts,
         next_P,
-        flat.pooled,
+        flat.scored.pooled,
         is_long if isinstance(is_long, bool) else uploader.upload(is_long)[0].bool(),
     )
 
@@ -315,12 +311,9 @@ class _Flat:
         self.lag = lag
         self.ids, self.positions, self.starts = array("q"), array("i"), array("i", [0])
         self.contexts, self.rows, self.lengths = array("i"), array("q"), array("q")
-        self.sampled, self.prompt, self.next_ids = array("q"), array("q"), array("q")
-        self.vector = array("q")
-        self.sampled_rows, self.sampled_positions = array("q"), array("q")
+        self.sampled, self.sampled_rows, self.sampled_positions = array("q"), array("q"), array("q")
         self.holes, self.fills = array("q"), array("q")
-        self.prompts: list[PromptRows] = []
-        self.pooled: list[PooledRows] = []
+        self.scored = ScoredRows()
 
     def add(self, one: ScheduledRequest, number: int) -> None:
         request, first, end = one.request, self.starts[-1], one.end
@@ -341,14 +334,5 @@ class _Flat:
             self.sampled.extend(range(self.starts[-1] - count, self.starts[-1]))
             self.sampled_rows.extend([number] * count)
             self.sampled_positions.extend(range(end + 1 - count, end + 1))
-        if self.lag:  # of a head
-            return
-        if request.params.prompt_logprobs is not None and one.start < request.num_prompt - 1:
-            last = min(end, request.num_prompt - 1)
-            self.prompt.extend(range(first, first + last - one.start))
-            next_ids = request.token_ids[one.start + 1 : last + 1]
-            self.next_ids.extend(next_ids)
-            self.prompts.append(PromptRows(request, next_ids))
-        if request.pools and (own := pooled_rows(one)):
-            self.vector.extend(range(first + own.start, first + own.stop))
-            self.pooled.append(PooledRows(request, len(own)))
+        if not self.lag:  # a head has no such rows
+            self.scored.add(one, first)

@@ -22,9 +22,8 @@ from llmbox.kernels.op_types import BatchLayout
 from llmbox.kernels.ops import KVCache
 from llmbox.kernels.recurrent import RecurrentState, copy_states
 
-from ..core.executor_interface import ceil_div
 from ..core.request import Request
-from ..core.step import ScheduledRequest, StepPlan, StepResult
+from ..core.step import ScheduledRequest, StepPlan, StepResult, ceil_div
 from ..device.device import Device, Uploader, to_host
 from ..model.decoder import Decoder
 from ..model.draft_heads import DraftHead

@@ -153,7 +153,7 @@ class EncodedImages:
         if not self.config.is_bidirectional:
             return layout
         span = 2 if self.config.bidirectional_windows else 1
-        return split_pictures(layout, rows, span)
+        return split_images(layout, rows, span)
 
     def positions(self, rows: Sequence[ScheduledRequest]) -> Tensor | None:
         """Return the RoPE positions of a step by time, height and width, [3, T]; None where these are those
@@ -167,7 +167,7 @@ class EncodedImages:
         return move(torch.stack([from_array(axis) for axis in axes]), self._device)
 
 
-def split_pictures(layout: BatchLayout, rows: Sequence[ScheduledRequest], span: int) -> BatchLayout:
+def split_images(layout: BatchLayout, rows: Sequence[ScheduledRequest], span: int) -> BatchLayout:
     """Cut sequences of a step before and after each image, whose sequence has `span` in `spans_N`."""
     lens, ends, spans, owners = [], [], array("i"), []
     for owner, row in enumerate(rows):

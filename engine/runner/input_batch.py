@@ -5,7 +5,7 @@ Python per token, and copied to the device once per tensor.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,6 +55,49 @@ def pooled_rows(row: ScheduledRequest) -> range:
             return range(0)
 
 
+class ScoredRows:
+    """Rows of a step whose logits or states are wanted beside those that sample: for log-probabilities of
+    prompts, and for pooling.
+    """
+
+    def __init__(self) -> None:
+        self.prompt_rows, self.next_ids, self.vector_rows = array("q"), array("q"), array("q")
+        """Rows of `prompts`, the prompt token after each, and rows of `pooled`."""
+        self.prompts: list[PromptRows] = []
+        self.pooled: list[PooledRows] = []
+
+    def add(self, row: ScheduledRequest, first: int) -> None:
+        """Add those of a request. `first`: its first row in the step."""
+        request = row.request
+        if request.params.prompt_logprobs is not None and row.start < request.num_prompt - 1:
+            end = min(row.end, request.num_prompt - 1)
+            next_ids = request.token_ids[row.start + 1 : end + 1]
+            self.prompt_rows.extend(range(first, first + end - row.start))
+            self.next_ids.extend(next_ids)
+            self.prompts.append(PromptRows(request, next_ids))
+        if request.pools and (own := pooled_rows(row)):
+            self.vector_rows.extend(range(first + own.start, first + own.stop))
+            self.pooled.append(PooledRows(request, len(own)))
+
+
+SlotRows = Iterable[tuple[int, range]]
+"""Slot of an adapter and the rows that it changes."""
+
+
+def slots_of_rows(rows: Iterable[ScheduledRequest]) -> SlotRows:
+    """Yield the adapter's slot of each request, and its rows of the step."""
+    first = 0
+    for row in rows:
+        end = first + row.num_tokens
+        yield row.request.adapter_slot, range(first, end)
+        first = end
+
+
+def slots_of_requests(requests: Iterable[Request]) -> SlotRows:
+    """Yield the adapter's slot of each request, where each has one row."""
+    return ((request.adapter_slot, range(n, n + 1)) for n, request in enumerate(requests))
+
+
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """Input tensors of a step, and which of its rows are sampled, scored or pooled."""
@@ -87,9 +130,7 @@ def build_batch(
     blocks of their own. `with_states`: the model has recurrent layers. `adapters`: where some are in memory.
     """
     ids, positions, starts = array("q"), array("i"), array("i", [0])
-    prompt_rows, vector_rows, last_known = array("q"), array("q"), {}
-    prompts: list[PromptRows] = []
-    pooled: list[PooledRows] = []
+    scored, last_known = ScoredRows(), {}
     for row in rows:
         request, first = row.request, starts[-1]
         ids.extend(request.token_ids[row.start : row.end])
@@ -98,33 +139,27 @@ def build_batch(
         starts.append(first + row.num_tokens)
         if row.samples:
             last_known[request] = starts[-1] - 1 - len(row.drafts)
-        if request.params.prompt_logprobs is not None and row.start < request.num_prompt - 1:
-            end = min(row.end, request.num_prompt - 1)
-            prompt_rows.extend(range(first, first + end - row.start))
-            prompts.append(PromptRows(request, request.token_ids[row.start + 1 : end + 1]))
-        if request.pools and (own := pooled_rows(row)):
-            vector_rows.extend(range(first + own.start, first + own.stop))
-            pooled.append(PooledRows(request, len(own)))
+        scored.add(row, first)
     rounds = group_by_draft_position(rows)
     sampled_rows = array("q", [last_known[row.request] + j for j, part in enumerate(rounds) for row in part])
     in_order = len(sampled_rows) == starts[-1] and (len(rounds) == 1 or len(rows) == 1)
-    wanted = None if in_order and not prompts else sampled_rows + prompt_rows + vector_rows
+    wanted = None
+    if scored.prompts or not in_order:
+        wanted = sampled_rows + scored.prompt_rows + scored.vector_rows
     layout = ragged(rows, starts, positions, block_size, device)
     if with_windows:
         window = WindowLayout(*block_slots(rows, positions, block_size, device, sliding_table))
         layout = replace(layout, window=window)
     if adapters is not None:
-        bounds = zip(rows, starts, starts[1:], strict=False)
-        slots = ((row.request.adapter_slot, range(start, end)) for row, start, end in bounds)
-        layout = replace(layout, adapters=adapters.group(slots, device))
+        layout = replace(layout, adapters=adapters.group(slots_of_rows(rows), device))
     return StepBatch(
         ids_T=to_device(ids, device),
         ragged=replace(layout, states=state_layout(rows, starts, device)) if with_states else layout,
         wanted_R=None if wanted is None else to_device(wanted, device),
         rounds=rounds,
         num_sampled=len(sampled_rows),
-        prompts=prompts,
-        pooled=pooled,
+        prompts=scored.prompts,
+        pooled=scored.pooled,
         fresh_blocks=begun_blocks(rows, block_size),
     )
 

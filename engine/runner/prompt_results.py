@@ -73,9 +73,7 @@ class StepExtras:
     def read(self) -> StepResult:
         result = StepResult(prompt_logprobs=self.prompts.read() if self.prompts is not None else {})
         if self.sums_KE is not None:
-            sums, failed = read_sums(self.sums_KE, self.pooled)
-            result.pooled.update(sums)
-            result.failed.update(failed)
+            result.add(read_sums(self.sums_KE, self.pooled))
         return result
 
 
@@ -103,10 +101,7 @@ class LaunchedStep:
         result = self.extras.read() if self.extras is not None else StepResult()
         if self.sampled is not None and self.numbers_SC is not None:
             sampling = [row for row in self.rows if row.samples]
-            sampled = accept_drafts(sampling, self.sampled.read(self.numbers_SC.tolist()))
-            result.tokens.update(sampled.tokens)
-            result.accepted.update(sampled.accepted)
-            result.failed.update(sampled.failed)
+            result.add(accept_drafts(sampling, self.sampled.read(self.numbers_SC.tolist())))
         result.failed.update(self.failed)
         return result
 
@@ -183,18 +178,15 @@ def _sum(states_PE: Tensor) -> Tensor:
     return torch.cat((units_PE.sum(0), (~sound_PE).sum().view(1)))
 
 
-def read_sums(
-    sums_KE: Tensor, pooled: Sequence[PooledRows]
-) -> tuple[dict[str, "array[int]"], dict[str, str]]:
-    """Read a result of `sum_states` on the host: sums by request id, and errors by request id."""
-    sums: dict[str, array[int]] = {}
-    failed: dict[str, str] = {}
+def read_sums(sums_KE: Tensor, pooled: Sequence[PooledRows]) -> StepResult:
+    """Read a result of `sum_states` on the host."""
+    result = StepResult()
     for rows, (*units, wrong) in zip(pooled, sums_KE.tolist(), strict=True):
         if wrong:
-            failed[rows.request.request_id] = (
+            result.failed[rows.request.request_id] = (
                 f"{wrong} of the model's states are no numbers (NaN or infinite): its weights may "
                 "be damaged, or its numbers too large for the format"
             )
         else:
-            sums[rows.request.request_id] = array("q", units)
-    return sums, failed
+            result.pooled[rows.request.request_id] = array("q", units)
+    return result

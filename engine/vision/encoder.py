@@ -116,14 +116,16 @@ class GemmaProjector:
 
 
 class PatchMerger:
-    """Norm and two linears over merged patches (Qwen, LFM3-VL), once more for each deepstack level."""
+    """Norm and two linears over merged patches (Qwen, LFM3-VL, MiniCPM-V), once more a deepstack level."""
 
     def __init__(self, vision: VisionConfig, weights: TowerWeights) -> None:
         self.ops, self.tower, tower = weights.ops, vision.tower, vision.tower
         hidden, self.merged, out = tower.hidden_size, tower.hidden_size * tower.merge**2, vision.hidden_size
         is_qwen = tower.projector == "merger"
         inner, bias = tower.projector_size or self.merged, is_qwen or tower.projector_bias
-        names = [(tower.names.projector, hidden, is_qwen and tower.is_rms)]
+        self.norms_merged = tower.projector == "minicpmv"
+        width = self.merged if self.norms_merged else hidden
+        names = [(tower.names.projector, width, is_qwen and tower.is_rms)]
         for level in range(len(tower.deepstack)):
             at = f"visual.deepstack_merger_list.{level}."
             names.append(((f"{at}norm", f"{at}linear_fc1", f"{at}linear_fc2"), self.merged, False))
@@ -138,7 +140,9 @@ class PatchMerger:
 
     def __call__(self, x_PE: Tensor, _grid: tuple[int, int], level: int) -> Tensor:
         norm, first, second = self.levels[level]
-        rows = norm(x_PE.reshape(-1, self.merged) if level else x_PE).reshape(-1, self.merged)
+        rows = norm(x_PE.reshape(-1, self.merged) if level or self.norms_merged else x_PE).reshape(
+            -1, self.merged
+        )
         inner = activate(self.tower.projector_activation, self.ops.linear(first, rows))
         return self.ops.linear(second, inner)
 
@@ -176,6 +180,7 @@ PROJECTORS: Final[dict[ProjectorKind, Callable[[VisionConfig, TowerWeights], Pro
     "gemma4_unified": GemmaProjector,
     "merger": PatchMerger,
     "lfm3_vl": PatchMerger,
+    "minicpmv": PatchMerger,
     "glm": GlmProjector,
 }
 

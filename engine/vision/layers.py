@@ -13,13 +13,11 @@ from torch.nn import functional as torch_functional
 
 from llmbox.kernels.ops import Ops, PackedLinear
 
-from ..checkpoint.safetensors import shown
+from ..checkpoint.safetensors import ShardSlice, shown
 from ..errors import ModelError
 from ..model.encoder import attend
-from ..model_config.vision.config import TowerConfig, VisionActivation
+from ..model_config.vision.config import SLICE_PATCHES, TowerConfig, VisionActivation
 from ..model_config.vision.families import BOUNDS
-from ..model_config.vision.shape import SLICE_PATCHES
-from ..partition import ShardSlice
 from ..weights.checkpoint import Checkpoint
 from ..weights.source import WeightRequest
 
@@ -214,26 +212,32 @@ class GridConv:
 
 
 class TowerLayer:
-    """Attention, or a convolution, and MLP with norms before them, and maybe norms or factors after them."""
+    """Attention, or a convolution, and MLP with norms before them, and maybe norms or factors after them.
 
-    def __init__(self, tower: TowerConfig, weights: TowerWeights, *, has_conv: bool = False) -> None:
+    Without `has_mlp` it ends after attention.
+    """
+
+    def __init__(
+        self, tower: TowerConfig, weights: TowerWeights, *, has_conv: bool = False, has_mlp: bool = True
+    ) -> None:
         self.tower, self.ops, names = tower, weights.ops, tower.names
         hidden, inner, eps = tower.hidden_size, tower.intermediate_size, tower.eps
 
         def norm(name: str) -> TowerNorm | None:
             return TowerNorm(weights, name, hidden, eps, is_rms=tower.is_rms) if name else None
 
-        self.norm1, self.norm2 = norm(names.norm1), norm(names.norm2)
+        self.norm1, self.norm2 = norm(names.norm1), norm(names.norm2 if has_mlp else "")
 
         def after(norm_name: str, factors: str) -> TowerNorm | LayerScale | None:
             return LayerScale(weights, factors, hidden) if factors else norm(norm_name)
 
         self.after_attention = after(names.after_attention, names.attention_scale)
-        self.after_mlp = after(names.after_mlp, names.mlp_scale)
-        mlp, clips = tower.mlp_bias, tower.clips
-        ups = [name for name in (names.gate, names.up) if name]
-        self.up = TowerLinear(weights, ups, [inner] * len(ups), hidden, bias=mlp, clips=clips)
-        self.down = TowerLinear(weights, [names.down], [hidden], inner, bias=mlp, clips=clips)
+        if has_mlp:
+            self.after_mlp = after(names.after_mlp, names.mlp_scale)
+            mlp, clips = tower.mlp_bias, tower.clips
+            ups = [name for name in (names.gate, names.up) if name]
+            self.up = TowerLinear(weights, ups, [inner] * len(ups), hidden, bias=mlp, clips=clips)
+            self.down = TowerLinear(weights, [names.down], [hidden], inner, bias=mlp, clips=clips)
         self.conv = GridConv(tower, weights) if has_conv else None
         if not has_conv:
             self._load_attention(weights)
@@ -267,7 +271,6 @@ class TowerLayer:
     def run(self, x_PE: Tensor, layout: PatchLayout) -> Generator[float, None, Tensor]:
         """Run the layer; yields the operations of each piece of it. Pieces follow from the layout alone."""
         assert self.norm1 is not None
-        assert self.norm2 is not None
         tower, (patches, hidden) = self.tower, x_PE.shape
         pieces = [slice(first, first + SLICE_PATCHES) for first in range(0, patches, SLICE_PATCHES)]
         if self.conv is None:
@@ -275,6 +278,8 @@ class TowerLayer:
         else:
             out_PE = x_PE + self.conv(self.norm1(x_PE), layout.grid)
             yield 8.0 * patches * hidden**2
+        if self.norm2 is None:
+            return out_PE
         for rows in pieces:
             result = self._mlp(self.norm2(out_PE[rows]))
             out_PE[rows] += result if self.after_mlp is None else self.after_mlp(result)

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional as torch_functional
 
 from ..device.device import move
-from ..model_config.vision.config import ImageProcessorConfig, TowerConfig
-from ..model_config.vision.shape import SLICE_PATCHES
-from .layers import PatchLayout, TowerLayer, TowerNorm, TowerWeights
+from ..model_config.vision.config import SLICE_PATCHES, ImageProcessorConfig, TowerConfig
+from .layers import PatchLayout, TowerLayer, TowerNorm, TowerWeights, activate
 
 Project = Callable[[Tensor, tuple[int, int], int], Tensor]
 """`Projector` of `encoder.py`."""
@@ -23,6 +22,30 @@ SLICE_OPERATIONS: Final = 6e10
 
 PROJECTED_PATCHES: Final = 512
 """Patches that a projector reads at once: its inner rows are wide (13,696 numbers in GLM-4.1V)."""
+
+
+class WindowMerger:
+    """Attention within small windows of patches, each of which then becomes one patch (MiniCPM-V)."""
+
+    def __init__(self, tower: TowerConfig, weights: TowerWeights) -> None:
+        self.ops, self.patches, hidden = weights.ops, tower.window_merge**2, tower.hidden_size
+        wide, inner = self.patches * hidden, self.patches * tower.intermediate_size
+        self.attention = TowerLayer(tower, weights, has_mlp=False)
+        self.norm = TowerNorm(weights, "pre_norm", wide, tower.eps, is_rms=False)
+        self.up = weights.linear(("linear_1",), inner, wide, bias=True)
+        self.down = weights.linear(("linear_2",), hidden, inner, bias=True)
+
+    def run(self, x_PE: Tensor, layout: PatchLayout) -> Generator[float, None, Tensor]:
+        """Merge patches whose windows follow each other; yields the operations of each piece."""
+        x_PE = yield from self.attention.run(x_PE, layout)
+        merged: list[Tensor] = []
+        for piece_PE in torch.split(x_PE, SLICE_PATCHES):
+            squares_QWE = piece_PE.view(-1, self.patches, x_PE.shape[1])
+            inner = activate("gelu_tanh", self.ops.linear(self.up, self.norm(squares_QWE.flatten(1))))
+            mean_QE = squares_QWE.float().mean(1).to(x_PE.dtype)
+            merged.append(self.ops.linear(self.down, inner) + mean_QE)
+            yield 4.0 * len(squares_QWE) * inner.shape[1] * self.patches * x_PE.shape[1]
+        return torch.cat(merged)
 
 
 class VisionTower:
@@ -53,6 +76,9 @@ class VisionTower:
             TowerLayer(tower, weights.at(f"{names.layers}.{number}"), has_conv=number in tower.conv_layers)
             for number in range(tower.num_layers)
         ]
+        self._windows = None
+        if names.window_merger:
+            self._windows = WindowMerger(tower, weights.at(names.window_merger))
         self._post_norm = norm(names.post_norm if tower.num_layers == tower.stored_layers else "")
 
     def run(self, pixels_YX3: Tensor, project: Project) -> Generator[None, None, Tensor]:
@@ -83,6 +109,12 @@ class VisionTower:
                 level = tower.deepstack.index(number) + 1
                 levels[level] = yield from self._project(project, x_PE, grid, level)
             yield
+            if self._windows is not None and number == tower.window_layer:
+                runs = [self._windows.patches] * (len(x_PE) // self._windows.patches)
+                x_PE = yield from _pace(self._windows.run(x_PE, self._plain_layout(grid, runs)))
+                grid = (rows // tower.window_merge, columns // tower.window_merge)
+                layout = windowed = self._plain_layout(grid, [len(x_PE)])
+                yield
         if order_P is not None:
             x_PE = x_PE[torch.argsort(order_P)]
         if self._post_norm is not None:
@@ -91,6 +123,11 @@ class VisionTower:
             x_PE = x_PE[1:]
         levels[0] = yield from self._project(project, x_PE, grid, 0)
         return torch.stack([levels[level] for level in sorted(levels)])
+
+    def _plain_layout(self, grid: tuple[int, int], lens: list[int]) -> PatchLayout:
+        """Return a layout without RoPE for runs of patches that see each other."""
+        starts = torch.tensor([0, *lens]).cumsum(0).int()
+        return PatchLayout(grid, None, None, lens, move(starts, self._device))
 
     def _project(
         self, project: Project, x_PE: Tensor, grid: tuple[int, int], level: int
@@ -134,8 +171,8 @@ class VisionTower:
                 return table[self._put(row_P * columns + column_P)]
             case "axes" | "places":
                 return table[0][self._put(column_P)] + table[1][self._put(row_P)]
-            case "buckets":
-                index = _buckets(rows, side)[row_P] * side + _buckets(columns, side)[column_P]
+            case "buckets" | "nearest":
+                index = _buckets(tower, rows, side)[row_P] * side + _buckets(tower, columns, side)[column_P]
                 return table[self._put(index)]
             case "antialiased":
                 square = table.float().view(side, side, -1).permute(2, 0, 1).unsqueeze(0)
@@ -207,16 +244,20 @@ def _pixel_values(tower: TowerConfig, processor: ImageProcessorConfig) -> Tensor
 
 def _places(tower: TowerConfig, rows: int, columns: int) -> Tensor:
     """Return row and column of each patch, [P, 2]: line by line, or square by square of those merged."""
-    merge = tower.merge if tower.by_merge else 1
+    merge, window = tower.merge if tower.by_merge else 1, tower.window_merge
+    rows, columns = rows // window, columns // window
     grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
-    squares = grid.view(rows // merge, merge, columns // merge, merge, 2).transpose(1, 2)
-    return squares.reshape(-1, 2)
+    squares = grid.view(rows // merge, merge, columns // merge, merge, 2).transpose(1, 2).reshape(-1, 2)
+    inside = torch.cartesian_prod(torch.arange(window), torch.arange(window))
+    return (squares.unsqueeze(1) * window + inside).reshape(-1, 2)
 
 
-def _buckets(count: int, side: int) -> Tensor:
+def _buckets(tower: TowerConfig, count: int, side: int) -> Tensor:
     """Return the row of a square table for each of `count` rows of patches."""
-    boundaries = torch.arange(1 / side, 1.0, 1 / side)
-    fractions = (torch.arange(count, dtype=torch.float32) * (1.0 / torch.tensor(count))).clamp(max=1.0 - 1e-6)
+    boundaries, places = torch.arange(1 / side, 1.0, 1 / side), torch.arange(count, dtype=torch.float32)
+    fractions = places / count
+    if tower.table == "buckets":
+        fractions = (places * (1.0 / torch.tensor(count))).clamp(max=1.0 - 1e-6)
     return torch.bucketize(fractions, boundaries, right=True)
 
 

@@ -21,9 +21,8 @@ from llmbox.kernels.ops import PackedLinear
 
 from ..checkpoint.adapter import AdapterError, AdapterTarget, plain_name
 from ..checkpoint.files import open_regular
-from ..checkpoint.safetensors import TensorEntry, shown
+from ..checkpoint.safetensors import ShardSlice, TensorEntry, shown
 from ..checkpoint.tensor_io import DTYPES, ROUNDED_DTYPES, bytes_of, read_fully, refuse_non_finite
-from ..partition import ShardSlice
 from .source import WeightRequest
 
 

@@ -28,6 +28,7 @@ from ..checkpoint.index import NOT_NEEDED, list_tensors, refuse_undeclared
 from ..checkpoint.quantized_layout import SCALES, STEP
 from ..checkpoint.safetensors import (
     FETCH_AGAIN,
+    ShardSlice,
     TensorEntry,
     misplaced_tensor,
     missing_tensor,
@@ -46,7 +47,6 @@ from ..checkpoint.tensor_io import (
 )
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ModelError
-from ..partition import ShardSlice
 from .quantized import read_quantized, select_rows
 from .source import WeightObserver, WeightRequest, pack, placed_for
 from .stored import StoredReader

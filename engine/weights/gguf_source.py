@@ -17,19 +17,17 @@ from torch import Tensor
 from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.weight_packing import BlockWeight, QuantizedWeight, scale_dtype
 
-from ..checkpoint.safetensors import TensorEntry, shown
+from ..checkpoint.safetensors import ShardSlice, TensorEntry, shown
 from ..checkpoint.tensor_io import refuse_non_finite
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ParallelError
 from ..gguf.blocks import dequantize, unpack_rows
 from ..gguf.names import EXPERT_PARTS
-from ..gguf.projector import read_projector
-from ..gguf.projector_tensors import ProjectorTensor, check_projector_tensors
+from ..gguf.projector import ProjectorTensor, check_projector_tensors, read_projector
 from ..gguf.reader import BLOCKS, read_gguf
 from ..gguf.tensors import GgufTensors, half_split_rope, read_bytes
 from ..model_config.config import ModelConfig
 from ..model_config.vision.config import VisionConfig
-from ..partition import ShardSlice
 from .checkpoint import Checkpoint
 from .source import WeightObserver, WeightRequest, pack, placed_for
 

@@ -15,10 +15,9 @@ from llmbox.kernels.quant_formats import Quant
 from llmbox.kernels.weight_packing import QuantizedWeight
 
 from ..checkpoint.quantized_layout import INPUT_SCALES, STEP, scale_names, stored_columns, stored_dtype
-from ..checkpoint.safetensors import FETCH_AGAIN, TensorEntry, shown
+from ..checkpoint.safetensors import FETCH_AGAIN, ShardSlice, TensorEntry, shown
 from ..checkpoint.tensor_io import refuse_non_finite
 from ..errors import ModelError, ParallelError
-from ..partition import ShardSlice
 
 
 def unpack_codes(stored: Tensor, quant: Quant, inputs: int) -> Tensor:

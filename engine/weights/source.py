@@ -19,11 +19,11 @@ from llmbox.kernels.op_types import Mixture
 from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.weight_packing import Kind
 
+from ..checkpoint.safetensors import ShardSlice
 from ..distributed.communicator import TensorParallel
 from ..model_config.architecture import BIASED_NORMS
 from ..model_config.config import ModelConfig
 from ..model_config.shape import is_fine
-from ..partition import ShardSlice
 
 
 def pack(ops: Ops, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:

@@ -14,9 +14,8 @@ from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.weight_packing import QuantizedWeight, scale_dtype
 
 from ..checkpoint.formats.weight_format import StoredTensor, WeightFormat, check_tensor, form_of
-from ..checkpoint.safetensors import TensorEntry, shown
+from ..checkpoint.safetensors import ShardSlice, TensorEntry, shown
 from ..errors import ModelError, ParallelError
-from ..partition import ShardSlice
 from .decoders import BadTensor, DecodedLinear, decode
 
 

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from ..op_types import BatchLayout, KVShape
-from .command_buffer import CommandRecorder, ragged_step
-from .weight_packing import DTYPES, KV_DTYPES, PackedHandle, pointer
+from .command_buffer import CPUOperations, ragged_step
+from .weight_packing import DTYPES, KV_DTYPES, PackedHandle
 
 _BLOCK: Final = 256
 _STRIP: Final = 32
 """Rows of a block of whole texts, and the number that they are a multiple of."""
+_STRIP_TOKENS: Final = 16
+"""Tokens whose keys the cache stores together."""
 _TOGETHER: Final = 32
 """Rows of a text that are computed together."""
 _PAIRS: Final = 1 << 24
@@ -35,6 +37,7 @@ class CPUKVCache(PackedHandle):
     def __init__(self, library: ctypes.CDLL, shape: KVShape) -> None:
         self.dtype = shape.dtype
         self.heads = shape.num_kv_heads
+        self.block_size = shape.block_size
         self._shape = shape
         self._library = library
         super().__init__(
@@ -59,29 +62,20 @@ class CPUKVCache(PackedHandle):
         return [memory.view(self._shape.num_layers, self._shape.num_blocks, size)]
 
 
-class CPUAttention:
+class CPUAttention(CPUOperations):
     """Operations of `Ops` on a KV cache."""
-
-    def __init__(self, library: ctypes.CDLL, recorder: CommandRecorder) -> None:
-        self.library = library
-        self.recorder = recorder
 
     def write_kv(
         self, cache: CPUKVCache, layer: int, k_TGD: Tensor, v_TGD: Tensor, plan: CPUAttentionMetadata
     ) -> None:
         assert k_TGD.dtype == v_TGD.dtype
         assert k_TGD.stride()[1:] == v_TGD.stride()[1:] == (k_TGD.shape[2], 1)
-        op = self.library.llmbox_write_kv_op(
-            DTYPES[k_TGD.dtype],
-            KV_DTYPES[cache.dtype],
-            cache.pointer,
-            layer,
-            k_TGD.data_ptr(),
-            k_TGD.stride(0),
-            v_TGD.data_ptr(),
-            v_TGD.stride(0),
+        self.recorder.launch(
+            self.library.llmbox_write_kv_op,
+            ragged_step(len(k_TGD), plan.ragged),
+            *(DTYPES[k_TGD.dtype], KV_DTYPES[cache.dtype], cache, layer),
+            *(k_TGD, k_TGD.stride(0), v_TGD, v_TGD.stride(0)),
         )
-        self.recorder.submit(op, ragged_step(len(k_TGD), plan.ragged), cache, k_TGD, v_TGD)
 
     def rotate_and_write(
         self,
@@ -97,24 +91,32 @@ class CPUAttention:
         """Norm and rotate queries and keys in place, and write the cache."""
         rows, heads, width = qkv_TnD.shape
         assert qkv_TnD.stride()[1:] == (width, 1)
-        op = self.library.llmbox_heads_op(
-            DTYPES[qkv_TnD.dtype],
-            DTYPES[qkv_TnD.dtype if norm_nD is None else norm_nD.dtype],
-            KV_DTYPES[cache.dtype],
-            cache.pointer,
-            layer,
-            qkv_TnD.data_ptr(),
-            qkv_TnD.stride(0),
-            heads,
-            None if norm_nD is None else norm_nD.data_ptr(),
-            eps,
-            self.recorder.table_of(cos_TD),
-        )
+        norm_dtype = qkv_TnD.dtype if norm_nD is None else norm_nD.dtype
+        dtypes = DTYPES[qkv_TnD.dtype], DTYPES[norm_dtype], KV_DTYPES[cache.dtype]
+        numbers = qkv_TnD, qkv_TnD.stride(0), heads, norm_nD, eps, self.recorder.table_of(cos_TD)
         cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
         step = ragged_step(rows, plan.ragged)
         step.use_angles(cos_TD, sin_TD)
-        self.recorder.submit(op, step, cache, qkv_TnD, norm_nD)
+        self.recorder.launch(self.library.llmbox_heads_op, step, *dtypes, cache, layer, *numbers)
         return qkv_TnD[:, : heads - 2 * cache.heads]
+
+    def read_keys(self, cache: CPUKVCache, layer: int, slots_S: Tensor, dims: slice) -> Tensor:
+        """Implement `Ops.read_keys` on the layout of native/attention/kv_cache.h."""
+        (memory,), size = cache.block_tensors(), cache.block_size
+        blocks, strips = memory.shape[1], -(-size // _STRIP_TOKENS)
+        keys = memory[layer][:, : memory.shape[2] // 2].view(blocks, strips, -1)
+        places = slots_S // size, slots_S % size // _STRIP_TOKENS
+        lanes_S, pack = slots_S % size % _STRIP_TOKENS, 4 // cache.dtype.itemsize
+        first, end = dims.start // pack, -(-dims.stop // pack)
+        words = keys[..., first * 4 * _STRIP_TOKENS : end * 4 * _STRIP_TOKENS]
+        words = words.view(blocks, strips, -1, _STRIP_TOKENS, 4)
+        words_SW4: Tensor = words[(*places, slice(None), lanes_S)].contiguous()
+        kept = slice(dims.start - first * pack, dims.stop - first * pack)
+        if cache.dtype != torch.int8:
+            return words_SW4.view(cache.dtype).flatten(1)[:, kept].float()
+        scales = keys[..., -4 * _STRIP_TOKENS :].view(blocks, strips, _STRIP_TOKENS, 4)
+        scales_S4: Tensor = scales[(*places, lanes_S)].contiguous()
+        return (words_SW4.flatten(1)[:, kept].float() - 128) * scales_S4.view(torch.float32)
 
     def attention(
         self,
@@ -130,21 +132,12 @@ class CPUAttention:
         rows, heads, width = q_THD.shape
         assert q_THD.stride()[1:] == (width, 1)
         out = self.recorder.result("attention", rows, heads * width, q_THD.dtype)
-        op = self.library.llmbox_attention_op(
-            DTYPES[q_THD.dtype],
-            KV_DTYPES[cache.dtype],
-            cache.pointer,
-            layer,
-            q_THD.data_ptr(),
-            q_THD.stride(0),
-            heads,
-            plan.window or 0,
-            scale,
-            softcap or 0.0,
-            pointer(sinks_H),
-            out.data_ptr(),
+        self.recorder.launch(
+            self.library.llmbox_attention_op,
+            ragged_step(rows, plan.ragged),
+            *(DTYPES[q_THD.dtype], KV_DTYPES[cache.dtype], cache, layer, q_THD, q_THD.stride(0), heads),
+            *(plan.window or 0, scale, softcap or 0.0, sinks_H, out),
         )
-        self.recorder.submit(op, ragged_step(rows, plan.ragged), cache, q_THD, sinks_H, out)
         return out
 
     def attend_whole_texts(

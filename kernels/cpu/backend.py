@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from ..activation import CODES, UNGATED, XIELU, Activation
+from ..op_types import AltUpOps
 from ..ops import Ops, StepInputs
 from ..quant_formats import Quant
-from .altup import CPUAltUp
 from .attention import CPUAttention, CPUAttentionMetadata, CPUKVCache
-from .command_buffer import CommandGraph, CommandRecorder
+from .command_buffer import CommandGraph, CommandRecorder, CPUOperations
 from .experts import CPUExperts
 from .ffi import Step
 from .lora import CPULora
 from .profile import CPUProfiler
 from .recurrent import CPURecurrent
 from .sampling import CPUSampling
-from .weight_packing import DTYPES, KV_DTYPES, CPULinear, CPUWeights, Packer, pointer, pointers
+from .weight_packing import DTYPES, KV_DTYPES, CPULinear, CPUWeights, Packer, pointers
 
 
 class CPUBackend:
@@ -36,14 +36,14 @@ class CPUBackend:
         self.origin = origin
         self.problem = ""
         self.recorder = CommandRecorder(library)
-        self.drawing = CPUSampling(library, self.recorder)
+        self.drawing = CPUSampling(self.recorder)
         self.name = name
 
     def ops(self, quant: Quant | None = None) -> Ops:
         """Build `Ops`, with unquantized weights or with weights quantized as they are packed."""
         packer = Packer(self.library, self.layout, quant)
-        attention = CPUAttention(self.library, self.recorder)
-        experts = CPUExperts(self.library, self.recorder)
+        attention = CPUAttention(self.recorder)
+        experts = CPUExperts(self.recorder)
         return Ops(
             name=f"{self.name} ({self.origin})" + ("" if quant is None else f", {quant.name} weights"),
             problem=self.problem,
@@ -69,6 +69,7 @@ class CPUBackend:
             make_kv_cache=lambda shape, _device: CPUKVCache(self.library, shape),
             plan_attention=lambda ragged, _cache, window: CPUAttentionMetadata(ragged, window),
             write_kv=attention.write_kv,
+            read_keys=attention.read_keys,
             attention=attention.attention,
             copy_blocks=attention.copy_blocks,
             clear_blocks=attention.clear_blocks,
@@ -84,9 +85,9 @@ class CPUBackend:
             packing=packer,
             weight_memory=packer.memory,
             row_invariant=True,
-            recurrent=CPURecurrent(self.library, self.recorder).ops(),
-            altup=CPUAltUp(self.library, self.recorder).ops(),
-            lora=CPULora(self.library, self.recorder, is_int8=quant is not None).ops(),
+            recurrent=CPURecurrent(self.recorder).ops(),
+            altup=CPUAltUp(self.recorder).ops(),
+            lora=CPULora(self.recorder, is_int8=quant is not None).ops(),
             rotate_and_write=attention.rotate_and_write,
             attend_whole_texts=attention.attend_whole_texts,
             best_of=self.drawing.best_of,
@@ -113,16 +114,16 @@ class CPUBackend:
     def cos_sin(self, angle: Tensor) -> tuple[Tensor, Tensor]:
         angle = angle.contiguous()
         cos, sin = torch.empty_like(angle), torch.empty_like(angle)
-        self.library.llmbox_turn(angle.data_ptr(), angle.numel(), cos.data_ptr(), sin.data_ptr())
+        self.library.llmbox_turn(angle, angle.numel(), cos, sin)
         return cos, sin
 
     def embedding(self, table: CPULinear, ids_T: Tensor, scale: float = 1.0) -> Tensor:
         out_TE = self.recorder.result(f"embedding {table.pointer}", len(ids_T), table.inputs, table.dtype)
         quantized = table.quant is not None
         make = self.library.llmbox_quant_embedding_op if quantized else self.library.llmbox_embedding_op
-        op = make(DTYPES[table.dtype], table.pointer, scale, out_TE.data_ptr(), out_TE.stride(0))
         ids = ids_T.contiguous()
-        self.recorder.submit(op, Step(rows=len(ids), ids=ids.data_ptr()), table, out_TE)
+        step = Step(rows=len(ids), ids=ids.data_ptr())
+        self.recorder.launch(make, step, DTYPES[table.dtype], table, scale, out_TE, out_TE.stride(0))
         return out_TE
 
     def linear(self, packed: CPUWeights, x_TI: Tensor) -> Tensor:
@@ -161,49 +162,30 @@ class CPUBackend:
             self._linears_to(out_TO.unsqueeze(1), (packed,), x_TI.unsqueeze(1))
             return
         library, dtype = self.library, DTYPES[packed.dtype]
-        numbers = packed.pointer, x_TI.data_ptr(), x_TI.stride(0), out_TO.data_ptr(), out_TO.stride(0)
+        numbers = dtype, packed, x_TI, x_TI.stride(0), out_TO, out_TO.stride(0), DTYPES[out_TO.dtype]
         if shares > 1:
-            op = library.llmbox_shared_quant_op(dtype, *numbers, DTYPES[out_TO.dtype], shares)
+            self.recorder.launch(library.llmbox_shared_quant_op, len(x_TI), *numbers, shares)
         else:
             make = library.llmbox_linear_op if packed.quant is None else library.llmbox_quant_op
-            op = make(dtype, *numbers, DTYPES[out_TO.dtype])
-        self.recorder.submit(op, Step(rows=len(x_TI)), packed, x_TI, out_TO)
+            self.recorder.launch(make, len(x_TI), *numbers)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         groups, width = weight.shape if weight.dim() == 2 else (1, len(weight))
         assert x.stride(-1) == 1
         assert x.dim() == 2 or x.stride(1) == width
         out = self.recorder.result("rms_norm", len(x), groups * width, x.dtype)
-        op = self.library.llmbox_norm_op(
-            DTYPES[x.dtype],
-            DTYPES[weight.dtype],
-            x.data_ptr(),
-            x.stride(0),
-            weight.data_ptr(),
-            groups,
-            width,
-            eps,
-            out.data_ptr(),
-        )
-        self.recorder.submit(op, Step(rows=len(x)), x, weight, out)
+        dtypes = DTYPES[x.dtype], DTYPES[weight.dtype]
+        numbers = x, x.stride(0), weight, groups, width, eps, out
+        self.recorder.launch(self.library.llmbox_norm_op, len(x), *dtypes, *numbers)
         return out.view(len(out), *x.shape[1:])
 
     def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         assert residual_TE.is_contiguous()
         assert x_TE.stride(1) == 1
         out_TE = self.recorder.result("add_rms_norm", len(x_TE), len(weight_E), x_TE.dtype)
-        op = self.library.llmbox_add_norm_op(
-            DTYPES[x_TE.dtype],
-            DTYPES[weight_E.dtype],
-            x_TE.data_ptr(),
-            x_TE.stride(0),
-            residual_TE.data_ptr(),
-            weight_E.data_ptr(),
-            len(weight_E),
-            eps,
-            out_TE.data_ptr(),
-        )
-        self.recorder.submit(op, Step(rows=len(x_TE)), x_TE, residual_TE, weight_E, out_TE)
+        dtypes = DTYPES[x_TE.dtype], DTYPES[weight_E.dtype]
+        numbers = x_TE, x_TE.stride(0), residual_TE, weight_E, len(weight_E), eps, out_TE
+        self.recorder.launch(self.library.llmbox_add_norm_op, len(x_TE), *dtypes, *numbers)
         return out_TE
 
     def layer_norm(
@@ -218,36 +200,19 @@ class CPUBackend:
         assert residual_TE is None or residual_TE.is_contiguous()
         assert x_TE.stride(1) == 1
         out_TE = self.recorder.result("layer_norm", len(x_TE), len(weight_E), x_TE.dtype)
-        op = self.library.llmbox_layer_norm_op(
-            DTYPES[x_TE.dtype],
-            DTYPES[weight_E.dtype],
-            x_TE.data_ptr(),
-            x_TE.stride(0),
-            pointer(residual_TE),
-            weight_E.data_ptr(),
-            pointer(bias_E),
-            len(weight_E),
-            eps,
-            out_TE.data_ptr(),
-        )
-        self.recorder.submit(op, Step(rows=len(x_TE)), x_TE, residual_TE, weight_E, bias_E, out_TE)
+        dtypes = DTYPES[x_TE.dtype], DTYPES[weight_E.dtype]
+        numbers = x_TE, x_TE.stride(0), residual_TE, weight_E, bias_E, len(weight_E), eps, out_TE
+        self.recorder.launch(self.library.llmbox_layer_norm_op, len(x_TE), *dtypes, *numbers)
         return out_TE
 
     def rotary(self, x_TnD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        _, heads, width = x_TnD.shape
+        rows, heads, width = x_TnD.shape
         assert x_TnD.stride()[1:] == (width, 1)
-        op = self.library.llmbox_rotary_op(
-            DTYPES[x_TnD.dtype],
-            x_TnD.data_ptr(),
-            x_TnD.stride(0),
-            heads,
-            width,
-            self.recorder.table_of(cos_TD),
-        )
+        numbers = DTYPES[x_TnD.dtype], x_TnD, x_TnD.stride(0), heads, width, self.recorder.table_of(cos_TD)
         cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
-        step = Step(rows=len(x_TnD))
+        step = Step(rows=rows)
         step.use_angles(cos_TD, sin_TD)
-        self.recorder.submit(op, step, x_TnD)
+        self.recorder.launch(self.library.llmbox_rotary_op, step, *numbers)
         return x_TnD
 
     def gate_mul(self, gate_up_T2F: Tensor, activation: Activation | XIELU) -> Tensor:
@@ -255,29 +220,21 @@ class CPUBackend:
         if isinstance(activation, XIELU):
             return self._xielu(gate_up_T2F, activation)
         width = gate_up_T2F.shape[1] // (1 if activation in UNGATED else 2)
-        op = self.library.llmbox_gate_mul_op(
-            DTYPES[gate_up_T2F.dtype],
-            CODES[activation],
-            gate_up_T2F.data_ptr(),
-            gate_up_T2F.stride(0),
-            width,
-        )
-        self.recorder.submit(op, Step(rows=len(gate_up_T2F)), gate_up_T2F)
+        codes = DTYPES[gate_up_T2F.dtype], CODES[activation]
+        numbers = gate_up_T2F, gate_up_T2F.stride(0), width
+        self.recorder.launch(self.library.llmbox_gate_mul_op, len(gate_up_T2F), *codes, *numbers)
         return gate_up_T2F[:, :width]
 
     def _xielu(self, x_TF: Tensor, numbers: XIELU) -> Tensor:
         assert x_TF.stride(1) == 1
-        dtype, stride = DTYPES[x_TF.dtype], x_TF.stride(0)
-        op = self.library.llmbox_xielu_op(dtype, x_TF.data_ptr(), stride, x_TF.shape[1], *numbers)
-        self.recorder.submit(op, Step(rows=len(x_TF)), x_TF)
+        (rows, width), dtype = x_TF.shape, DTYPES[x_TF.dtype]
+        self.recorder.launch(self.library.llmbox_xielu_op, rows, dtype, x_TF, x_TF.stride(0), width, *numbers)
         return x_TF
 
     def scale(self, x_TE: Tensor, factor: float) -> Tensor:
         assert x_TE.stride(1) == 1
-        op = self.library.llmbox_scale_op(
-            DTYPES[x_TE.dtype], x_TE.data_ptr(), x_TE.stride(0), x_TE.shape[1], factor
-        )
-        self.recorder.submit(op, Step(rows=len(x_TE)), x_TE)
+        numbers = DTYPES[x_TE.dtype], x_TE, x_TE.stride(0), x_TE.shape[1], factor
+        self.recorder.launch(self.library.llmbox_scale_op, len(x_TE), *numbers)
         return x_TE
 
     def softcap(self, logits_RV: Tensor, cap: float) -> Tensor:
@@ -285,8 +242,7 @@ class CPUBackend:
         assert logits_RV.dtype == torch.float32
         assert logits_RV.stride(1) == 1
         rows, width = logits_RV.shape
-        op = self.library.llmbox_softcap_op(logits_RV.data_ptr(), logits_RV.stride(0), width, cap)
-        self.recorder.submit(op, Step(rows=rows), logits_RV)
+        self.recorder.launch(self.library.llmbox_softcap_op, rows, logits_RV, logits_RV.stride(0), width, cap)
         return logits_RV
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
@@ -295,11 +251,7 @@ class CPUBackend:
         out_THD = self.recorder.result("concat", rows, heads * width, parts[0].dtype).view(-1, heads, width)
         start = 0
         for part in parts:
-            assert part.stride(2) == 1
-            read = part.data_ptr(), *part.stride()[:2], heads, part.shape[2]
-            written = out_THD[:, :, start:].data_ptr(), *out_THD.stride()[:2]
-            op = self.library.llmbox_copy_op(DTYPES[part.dtype], *read, *written)
-            self.recorder.submit(op, Step(rows=rows), part, out_THD)
+            self.recorder.copy(out_THD[:, :, start:], part)
             start += part.shape[2]
         return out_THD
 
@@ -315,16 +267,81 @@ class CPUBackend:
         (form,) = {linear.form for linear in packed}
         assert x_THI.dtype == packed[0].dtype
         assert x_THI.stride(2) == out_THO.stride(2) == 1
-        op = self.library.llmbox_linear_by_head_op(
-            DTYPES[x_THI.dtype],
-            form,
-            len(packed),
-            pointers(packed),
-            *(x_THI.data_ptr(), *x_THI.stride()[:2]),
-            *(out_THO.data_ptr(), *out_THO.stride()[:2]),
-            DTYPES[out_THO.dtype],
+        read, written = (x_THI, *x_THI.stride()[:2]), (out_THO, *out_THO.stride()[:2])
+        self.recorder.launch(
+            self.library.llmbox_linear_by_head_op,
+            len(x_THI),
+            *(DTYPES[x_THI.dtype], form, len(packed), pointers(packed)),
+            *(*read, *written, DTYPES[out_THO.dtype]),
+            keeps=packed,
         )
-        self.recorder.submit(op, Step(rows=len(x_THI)), packed, x_THI, out_THO)
 
     def graph(self, body: Callable[[StepInputs], tuple[Tensor, ...]]) -> CommandGraph:
         return CommandGraph(self.recorder, body)
+
+
+class CPUAltUp(CPUOperations):
+    """Operations of Gemma 3n on streams."""
+
+    def ops(self) -> AltUpOps:
+        return AltUpOps(
+            self.predict,
+            self.correct,
+            self.add_to_others,
+            self.match_size,
+            self.gate_sums,
+            self.cut_gates,
+        )
+
+    def predict(self, x: Tensor, routed_TN: Tensor, coefs_JN: Tensor) -> Tensor:
+        (rows, whole), streams = x.shape, coefs_JN.shape[1]
+        _require_floats(routed_TN, coefs_JN)
+        out = self.recorder.result("predict", rows, whole, x.dtype)
+        numbers = DTYPES[x.dtype], x, routed_TN, coefs_JN, streams, whole // streams, out
+        self.recorder.launch(self.library.llmbox_predict_streams_op, rows, *numbers)
+        return out
+
+    def correct(
+        self, predicted: Tensor, x_TE: Tensor, stream: int, routed_TN: Tensor, coefs_NN: Tensor
+    ) -> Tensor:
+        _require_floats(routed_TN, coefs_NN)
+        assert x_TE.is_contiguous()
+        rows, width = x_TE.shape
+        out = self.recorder.result("correct", rows, predicted.shape[1], x_TE.dtype)
+        numbers = predicted, x_TE, routed_TN, coefs_NN, len(coefs_NN), stream, width, out
+        self.recorder.launch(self.library.llmbox_correct_streams_op, rows, DTYPES[x_TE.dtype], *numbers)
+        return out
+
+    def add_to_others(self, x: Tensor, added_TE: Tensor) -> None:
+        assert x.is_contiguous()
+        assert added_TE.is_contiguous()
+        width = added_TE.shape[1]
+        numbers = DTYPES[x.dtype], x, added_TE, x.shape[1] // width, width
+        self.recorder.launch(self.library.llmbox_add_to_streams_op, len(x), *numbers)
+
+    def match_size(self, x: Tensor, like_TE: Tensor, eps: float) -> None:
+        assert x.is_contiguous()
+        assert like_TE.stride(1) == 1
+        width = like_TE.shape[1]
+        numbers = DTYPES[x.dtype], x, like_TE, like_TE.stride(0), x.shape[1] // width, width, eps
+        self.recorder.launch(self.library.llmbox_match_size_op, len(x), *numbers)
+
+    def gate_sums(self, gate_TF: Tensor) -> Tensor:
+        assert gate_TF.stride(1) == 1
+        rows, width = gate_TF.shape
+        out_T2 = self.recorder.result("gate_sums", rows, 2, torch.float32)
+        numbers = DTYPES[gate_TF.dtype], gate_TF, gate_TF.stride(0), width, out_T2
+        self.recorder.launch(self.library.llmbox_gate_sums_op, rows, *numbers)
+        return out_T2
+
+    def cut_gates(self, gate_TF: Tensor, sums_T2: Tensor, width: int, factor: float) -> None:
+        assert gate_TF.stride(1) == 1
+        _require_floats(sums_T2)
+        numbers = DTYPES[gate_TF.dtype], gate_TF, gate_TF.stride(0), gate_TF.shape[1], sums_T2, width, factor
+        self.recorder.launch(self.library.llmbox_cut_gates_op, len(gate_TF), *numbers)
+
+
+def _require_floats(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        assert tensor.dtype == torch.float32
+        assert tensor.is_contiguous()

@@ -16,6 +16,7 @@ from ..lora import LoraRows
 from ..op_types import BatchLayout
 from ..ops import StepInputs
 from .ffi import Step
+from .weight_packing import DTYPES
 
 
 class CommandBuffer:
@@ -77,14 +78,14 @@ class CommandRecorder:
     """Target of all operations: runs them at once, or records them while `recording`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        self.library = library
         self._commands: CommandBuffer | None = None
 
     @contextmanager
     def recording(self, capacity: int, cos_ATD: Tensor) -> Iterator[CommandBuffer]:
         """Record operations into a new buffer for steps of at most `capacity` rows."""
         assert self._commands is None
-        self._commands = CommandBuffer(self._library, capacity, [cos_TD.data_ptr() for cos_TD in cos_ATD])
+        self._commands = CommandBuffer(self.library, capacity, [cos_TD.data_ptr() for cos_TD in cos_ATD])
         try:
             yield self._commands
         finally:
@@ -114,8 +115,30 @@ class CommandRecorder:
         if self._commands is not None:
             self._commands.add(op, *kept)
             return
-        self._library.llmbox_run((ctypes.c_void_p * 1)(op), 1, step)
-        self._library.llmbox_op_free(op)
+        self.library.llmbox_run((ctypes.c_void_p * 1)(op), 1, step)
+        self.library.llmbox_op_free(op)
+
+    def copy(self, into_TND: Tensor, from_TND: Tensor) -> None:
+        """Copy rows of parts, strided in both first dimensions."""
+        assert from_TND.stride(2) == into_TND.stride(2) == 1
+        rows, heads, width = from_TND.shape
+        read = from_TND, *from_TND.stride()[:2], heads, width
+        written = into_TND, *into_TND.stride()[:2]
+        self.launch(self.library.llmbox_copy_op, rows, DTYPES[from_TND.dtype], *read, *written)
+
+    def launch(self, make: Callable[..., int], step: Step | int, *arguments: Any, keeps: Any = None) -> None:
+        """Submit the operation that `make`, a function of the library, makes of these arguments. `step`: or
+        the number of its rows. The arguments stay alive as long as the operation, and so does `keeps`.
+        """
+        step = Step(rows=step) if isinstance(step, int) else step
+        self.submit(make(*arguments), step, arguments, keeps)
+
+
+class CPUOperations:
+    """Base of operations of one kernel library."""
+
+    def __init__(self, recorder: CommandRecorder) -> None:
+        self.library, self.recorder = recorder.library, recorder
 
 
 MIN_ROWS = 64

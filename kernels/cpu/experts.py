@@ -1,29 +1,23 @@
 """Mixture-of-experts layers on the C++ kernels."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from ..activation import CODES
 from ..lora import ExpertAdapters, LoraRows
 from ..op_types import ExpertResults, Mixture
-from .command_buffer import CommandRecorder
+from .command_buffer import CPUOperations
 from .ffi import NativeHeldExperts, NativeRouting, Step
-from .weight_packing import DTYPES, pointer, pointers
+from .weight_packing import DTYPES, pointers
 
 
-def strided(rows: Tensor | None) -> tuple[int | None, int]:
-    """Return address and stride of rows that may be missing."""
-    return (None, 0) if rows is None else (rows.data_ptr(), rows.stride(0))
+def strided(rows: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return rows that may be missing, and their stride."""
+    return rows, 0 if rows is None else rows.stride(0)
 
 
-class CPUExperts:
+class CPUExperts(CPUOperations):
     """Expert operations of one kernel library (`Ops.experts`, `expert_results`, `combine_experts`)."""
-
-    def __init__(self, library: ctypes.CDLL, recorder: CommandRecorder) -> None:
-        self.library = library
-        self.recorder = recorder
 
     def experts(
         self,
@@ -61,20 +55,26 @@ class CPUExperts:
         adapters: ExpertAdapters | None,
         results: ExpertResults | None = None,
     ) -> None:
-        shared_TE, _ = shared
+        shared_TE, gate_T1 = shared
         assert logits_TX.dtype == torch.float32
         assert shared_TE is None or (shared_TE.dtype == x_TE.dtype and shared_TE.stride(1) == 1)
         assert logits_TX.stride(1) == x_TE.stride(1) == 1
         assert results is None or mixture.owners is not None
         assert CODES[mixture.activation] < 4
         here = NativeHeldExperts.of(mixture, None if results is None else mixture.owners)
-        op = self.library.llmbox_experts_op(
+        step = Step(rows=len(x_TE))
+        if adapters is not None:
+            assert isinstance(adapters.rows, LoraRows)
+            step.use_adapters(adapters.rows)
+        self.recorder.launch(
+            self.library.llmbox_experts_op,
+            step,
             DTYPES[x_TE.dtype],
             mixture.gate_ups[0].quant is not None,
             mixture.count,
             here,
             len(mixture.here),
-            pointer(mixture.load_X),
+            mixture.load_X,
             pointers(mixture.gate_ups),
             pointers(mixture.downs),
             *strided(x_TE),
@@ -83,18 +83,15 @@ class CPUExperts:
             mixture.normalized,
             NativeRouting.of(mixture.routing),
             CODES[mixture.activation],
-            *(each for tensor in shared for each in strided(tensor)),
+            *strided(shared_TE),
+            *strided(gate_T1),
             *strided(out),
             None if adapters is None else adapters.gate_ups.addresses.buffer_info()[0],
             None if adapters is None else adapters.downs.addresses.buffer_info()[0],
-            None if results is None else results.shares_TK.data_ptr(),
-            None if results is None else results.owners_TK.data_ptr(),
+            None if results is None else results.shares_TK,
+            None if results is None else results.owners_TK,
+            keeps=(mixture, here.kept, adapters),
         )
-        step = Step(rows=len(x_TE))
-        if adapters is not None:
-            assert isinstance(adapters.rows, LoraRows)
-            step.use_adapters(adapters.rows)
-        self.recorder.submit(op, step, mixture, here.kept, x_TE, logits_TX, shared, out, adapters, results)
 
     def combine_experts(
         self, results: ExpertResults | None, shared_TE: Tensor | None = None, gate_T1: Tensor | None = None
@@ -104,15 +101,7 @@ class CPUExperts:
         assert like is not None
         per_token = 0 if shares is None else shares.shape[1]
         out_TE = self.recorder.result("experts", len(like), like.shape[1] // max(1, per_token), like.dtype)
-        op = self.library.llmbox_combine_op(
-            DTYPES[like.dtype],
-            pointer(rows),
-            pointer(shares),
-            per_token,
-            out_TE.shape[1],
-            *strided(shared_TE),
-            *strided(gate_T1),
-            *strided(out_TE),
-        )
-        self.recorder.submit(op, Step(rows=len(like)), results, shared_TE, gate_T1, out_TE)
+        results_and_width = DTYPES[like.dtype], rows, shares, per_token, out_TE.shape[1]
+        parts = *strided(shared_TE), *strided(gate_T1), *strided(out_TE)
+        self.recorder.launch(self.library.llmbox_combine_op, len(like), *results_and_width, *parts)
         return out_TE

@@ -3,12 +3,13 @@
 import ctypes
 from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..lora import LoraRows
-from ..op_types import ExpertOwners, Mixture, Routing
+from ..op_types import SCORINGS, ExpertOwners, Mixture, Routing
 from .build import NativeUnavailable
 
 
@@ -62,7 +63,7 @@ class NativeRouting(ctypes.Structure):
     """Mirror of `Routing` in native/moe/moe_routing.h."""
 
     _fields_ = (
-        ("sigmoid", c_int32),
+        ("scoring", c_int32),
         ("groups", c_int32),
         ("top_groups", c_int32),
         ("group_best", c_int32),
@@ -76,7 +77,7 @@ class NativeRouting(ctypes.Structure):
     @classmethod
     def of(cls, routing: Routing) -> "NativeRouting":
         return cls(
-            sigmoid=routing.scoring == "sigmoid",
+            scoring=SCORINGS.index(routing.scoring),
             groups=routing.groups,
             top_groups=routing.top_groups,
             group_best=routing.group_best,
@@ -166,6 +167,14 @@ class NativeDrawRow(ctypes.Structure):
     )
 
 
+class Address(c_void_p):
+    """Address as an argument of a function: a tensor stands for that of its first number."""
+
+    @classmethod
+    def from_param(cls, value: Any) -> Any:
+        return c_void_p.from_param(value.data_ptr() if isinstance(value, Tensor) else value)
+
+
 P, INT, LONG, FLOAT = c_void_p, c_int, c_int64, c_float
 
 FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -229,7 +238,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
         (INT, INT, P, LONG, P, LONG, P, P, P, INT, INT, INT, INT, FLOAT, FLOAT, FLOAT, P, P),
     ),
     "llmbox_gated_norm_op": (P, (INT, P, LONG, P, LONG, P, INT, INT, FLOAT, INT, P)),
-    "llmbox_sigmoid_mul_op": (P, (INT, INT, P, LONG, P, LONG, INT)),
+    "llmbox_gate_rows_op": (P, (INT, INT, P, LONG, P, LONG, INT)),
     "llmbox_mul_add_op": (P, (INT, P, LONG, P, P, INT, P)),
     "llmbox_predict_streams_op": (P, (INT, P, P, P, INT, INT, P)),
     "llmbox_correct_streams_op": (P, (INT, P, P, P, P, INT, INT, INT, P)),
@@ -255,7 +264,8 @@ def open_library(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in FUNCTIONS.items():
             function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
+            function.restype = result
+            function.argtypes = [Address if each is P else each for each in arguments]
     except (OSError, AttributeError) as error:
         raise NativeUnavailable(f"{path} cannot be loaded: {error}") from None
     if not library.llmbox_usable():

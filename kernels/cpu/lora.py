@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..lora import ExpertLora, LoraOps, LoraRows, LoraSite, LoraWeights, unload
-from .command_buffer import CommandRecorder
+from .command_buffer import CommandRecorder, CPUOperations
 from .ffi import NativeLoraSource, Step
 from .weight_packing import DTYPES, PackedHandle
 
@@ -33,12 +33,11 @@ def _suits(memory: LoraMemory, nbytes: int) -> bool:
     return nbytes <= memory.nbytes <= 2 * nbytes
 
 
-class CPULora:
+class CPULora(CPUOperations):
     """Adapters on one kernel library. `is_int8`: beside quantized weights A and B have 8 bits too."""
 
-    def __init__(self, library: ctypes.CDLL, recorder: CommandRecorder, *, is_int8: bool) -> None:
-        self._library = library
-        self._recorder = recorder
+    def __init__(self, recorder: CommandRecorder, *, is_int8: bool) -> None:
+        super().__init__(recorder)
         self._is_int8 = is_int8
         self._memory: dict[int, list[LoraMemory]] = {}
         """By slot."""
@@ -70,7 +69,7 @@ class CPULora:
 
     def _get_spare(self, nbytes: int) -> None:
         with contextlib.suppress(MemoryError):  # loading says so, if it is short then too
-            spare = LoraMemory(self._library, max(nbytes, SMALLEST))
+            spare = LoraMemory(self.library, max(nbytes, SMALLEST))
             ctypes.memset(spare.address, 0, spare.nbytes)  # without the interpreter's lock
             self._spare = spare
 
@@ -84,7 +83,7 @@ class CPULora:
         spare, self._spare = self._spare, None
         if spare is None or not _suits(spare, nbytes):
             del spare  # before there is more
-            spare = LoraMemory(self._library, max(nbytes, SMALLEST))
+            spare = LoraMemory(self.library, max(nbytes, SMALLEST))
         spare.used = 0
         self._memory[slot] = [spare]
 
@@ -97,7 +96,7 @@ class CPULora:
         """Return the address of memory of a slot, more of it than was reserved where that is full."""
         held = self._memory.setdefault(slot, [])
         if not held or held[-1].nbytes - held[-1].used < nbytes:
-            held.append(LoraMemory(self._library, max(nbytes, SMALLEST, held[0].nbytes // 8 if held else 0)))
+            held.append(LoraMemory(self.library, max(nbytes, SMALLEST, held[0].nbytes // 8 if held else 0)))
         memory = held[-1]
         address = memory.address + memory.used
         memory.used += -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -125,9 +124,9 @@ class CPULora:
             parts=parts_P5.data_ptr(),
         )
         kind = DTYPES[a_XRI.dtype], self._is_int8
-        nbytes: int = self._library.llmbox_lora_bytes(*kind, source)
+        nbytes: int = self.library.llmbox_lora_bytes(*kind, source)
         address = self._take(slot, count * nbytes)
-        self._library.llmbox_lora_pack(*kind, source, address)
+        self.library.llmbox_lora_pack(*kind, source, address)
         return address + nbytes * torch.arange(count)
 
     def load(self, site: LoraSite, slot: int, weights: LoraWeights) -> None:
@@ -150,30 +149,15 @@ class CPULora:
 
     def add(self, site: LoraSite, x_TI: Tensor, y_TO: Tensor, rows: LoraRows) -> None:
         assert x_TI.stride(1) == y_TO.stride(1) == 1
-        op = self._library.llmbox_lora_op(
-            DTYPES[x_TI.dtype],
-            DTYPES[y_TO.dtype],
-            site.addresses.buffer_info()[0],
-            x_TI.data_ptr(),
-            x_TI.stride(0),
-            x_TI.shape[1],
-            y_TO.data_ptr(),
-            y_TO.stride(0),
-        )
+        dtypes, addresses = (DTYPES[x_TI.dtype], DTYPES[y_TO.dtype]), site.addresses.buffer_info()[0]
+        numbers = x_TI, x_TI.stride(0), x_TI.shape[1], y_TO, y_TO.stride(0)
         step = Step(rows=len(x_TI))
         step.use_adapters(rows)
-        self._recorder.submit(op, step, site, x_TI, y_TO)
+        self.recorder.launch(self.library.llmbox_lora_op, step, *dtypes, addresses, *numbers, keeps=site)
 
     def embed(self, site: LoraSite, ids_T: Tensor, x_TE: Tensor, scale: float, rows: LoraRows) -> None:
-        op = self._library.llmbox_lora_embedding_op(
-            DTYPES[x_TE.dtype],
-            site.addresses.buffer_info()[0],
-            scale,
-            x_TE.data_ptr(),
-            x_TE.stride(0),
-            x_TE.shape[1],
-        )
-        ids = ids_T.contiguous()
+        ids, addresses = ids_T.contiguous(), site.addresses.buffer_info()[0]
         step = Step(rows=len(ids), ids=ids.data_ptr())
         step.use_adapters(rows)
-        self._recorder.submit(op, step, site, x_TE)
+        numbers = DTYPES[x_TE.dtype], addresses, scale, x_TE, x_TE.stride(0), x_TE.shape[1]
+        self.recorder.launch(self.library.llmbox_lora_embedding_op, step, *numbers, keeps=site)

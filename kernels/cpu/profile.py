@@ -11,7 +11,6 @@ import torch
 from ..op_types import KernelTime
 from ..ops import Ops, PackedLinear
 from .command_buffer import CommandRecorder
-from .ffi import Step
 from .weight_packing import CPULinear
 
 KINDS: Final = (
@@ -75,11 +74,11 @@ class CPUProfiler:
         """Return the bytes a second at which all threads together read these packed weights; 0: not known."""
         if not isinstance(packed, CPULinear):
             return 0.0
-        data = self._library.llmbox_packed(packed.pointer)
-        size = self._library.llmbox_packed_bytes(packed.pointer)
+        data = self._library.llmbox_packed(packed)
+        size = self._library.llmbox_packed_bytes(packed)
 
         def read() -> None:
-            self._recorder.submit(self._library.llmbox_read_op(data, size), Step(rows=0), packed)
+            self._recorder.launch(self._library.llmbox_read_op, 0, data, size, keeps=packed)
 
         return float(size) / _fastest(read, _READ_PASSES)
 

@@ -3,7 +3,6 @@
 R rows of logits, S rows with logprobs, N alternatives.
 """
 
-import ctypes
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -12,31 +11,24 @@ import torch
 from torch import Tensor
 
 from ..sampling_types import CandidateRanks, DrawRow, LogitEdits
-from .command_buffer import CommandRecorder
+from .command_buffer import CPUOperations
 from .ffi import NativeDrawRow as NativeRow
-from .ffi import Step
 
 NO_EDITS = (0,) * 12 + (-1,)
 """Edits of a row without any. The last number: every id is allowed."""
 
 
-class CPUSampling:
+class CPUSampling(CPUOperations):
     """Sampler. Logits are float32 rows that do not overlap."""
-
-    def __init__(self, library: ctypes.CDLL, recorder: CommandRecorder) -> None:
-        self._library = library
-        self._recorder = recorder
 
     def best_of(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
         rows, width = logits_RV.shape
         assert logits_RV.dtype == torch.float32
         assert logits_RV.stride(1) == 1
-        best_R = self._recorder.result("best", rows, 1, torch.float32).view(-1)
-        id_R = self._recorder.result("best", rows, 1, torch.int64).view(-1)
-        op = self._library.llmbox_best_op(
-            logits_RV.data_ptr(), logits_RV.stride(0), width, best_R.data_ptr(), id_R.data_ptr()
-        )
-        self._recorder.submit(op, Step(rows=rows), logits_RV, best_R, id_R)
+        best_R = self.recorder.result("best", rows, 1, torch.float32).view(-1)
+        id_R = self.recorder.result("best", rows, 1, torch.int64).view(-1)
+        numbers = logits_RV, logits_RV.stride(0), width, best_R, id_R
+        self.recorder.launch(self.library.llmbox_best_op, rows, *numbers)
         return best_R, id_R
 
     def draw(self, logits_RV: Tensor, rows: Sequence[DrawRow]) -> Tensor:
@@ -45,10 +37,8 @@ class CPUSampling:
         kept: list[Any] = []
         how = (NativeRow * count)(*(_native(row, kept) for row in rows))
         drawn_R3 = torch.empty(count, 3, dtype=torch.float64)
-        op = self._library.llmbox_draw_op(
-            logits_RV.data_ptr(), logits_RV.stride(0), width, ctypes.addressof(how), drawn_R3.data_ptr()
-        )
-        self._recorder.submit(op, Step(rows=count), logits_RV, how, kept)
+        numbers = logits_RV, logits_RV.stride(0), width, how, drawn_R3
+        self.recorder.launch(self.library.llmbox_draw_op, count, *numbers, keeps=kept)
         return drawn_R3
 
     def rank(self, logits_RV: Tensor, rows: Sequence[int], chosen: Sequence[int], top: int) -> CandidateRanks:
@@ -57,18 +47,9 @@ class CPUSampling:
         rows_S, chosen_S = array("q", rows), array("q", chosen)
         stats_S4 = torch.zeros(count, 4, dtype=torch.float64)
         ids_SN, logits_SN = torch.zeros(count, top, dtype=torch.int64), torch.zeros(count, top)
-        op = self._library.llmbox_rank_op(
-            logits_RV.data_ptr(),
-            logits_RV.stride(0),
-            width,
-            rows_S.buffer_info()[0],
-            chosen_S.buffer_info()[0],
-            top,
-            stats_S4.data_ptr(),
-            ids_SN.data_ptr(),
-            logits_SN.data_ptr(),
-        )
-        self._recorder.submit(op, Step(rows=count), logits_RV, rows_S, chosen_S)
+        chosen = rows_S.buffer_info()[0], chosen_S.buffer_info()[0], top
+        numbers = logits_RV, logits_RV.stride(0), width, *chosen, stats_S4, ids_SN, logits_SN
+        self.recorder.launch(self.library.llmbox_rank_op, count, *numbers, keeps=(rows_S, chosen_S))
         return CandidateRanks(stats_S4, ids_SN, logits_SN)
 
 

@@ -34,10 +34,12 @@ KV_DTYPES = {**DTYPES, torch.int8: 2}
 
 
 class PackedHandle:
+    """C++ object. It stands for its address among the arguments of a function."""
+
     def __init__(self, pointer: int | None, free: Callable[[int], None]) -> None:
         if not pointer:
             raise MemoryError("the CPU kernels could not get the memory they asked for")
-        self.pointer = pointer
+        self.pointer = self._as_parameter_ = pointer
         self._free = free
 
     def __del__(self) -> None:
@@ -146,10 +148,10 @@ class Packer:
         weight = weight_OI.contiguous()
         numbers = WIDE_BFLOAT16 if is_wide else DTYPES[dtype], inputs, outputs
         if quant is None:
-            made = self.library.llmbox_linear_new(*numbers, weight.data_ptr(), pointer(bias))
+            made = self.library.llmbox_linear_new(*numbers, weight, bias)
         else:
             made = self.library.llmbox_quant_new(
-                *numbers, quant.bits, quant.group, grid_of(quant), weight.data_ptr(), pointer(bias)
+                *numbers, quant.bits, quant.group, grid_of(quant), weight, bias
             )
         return CPULinear(self.library, made, (outputs, inputs), dtype, quant, is_wide=is_wide)
 
@@ -174,18 +176,8 @@ class Packer:
         codes_OI, scales_OG = rounded.codes_OI.contiguous(), rounded.scales_OG.contiguous()
         offsets = rounded.zeros_OG if quant.has_zeros else rounded.steps_OS
         offsets = None if offsets is None else offsets.contiguous()
-        made = self.library.llmbox_quant_from(
-            inputs,
-            outputs,
-            quant.bits,
-            quant.group,
-            grid_of(quant),
-            codes_OI.data_ptr(),
-            scales_OG.data_ptr(),
-            pointer(offsets),
-            pointer(rounded.order_I),
-            pointer(bias),
-        )
+        form = inputs, outputs, quant.bits, quant.group, grid_of(quant)
+        made = self.library.llmbox_quant_from(*form, codes_OI, scales_OG, offsets, rounded.order_I, bias)
         has_order = rounded.order_I is not None
         shape = outputs, inputs
         return CPULinear(self.library, made, shape, dtype, quant, has_order=has_order, is_wide=is_wide)
@@ -221,7 +213,7 @@ class Packer:
         )
         kept = [None if each is None else each.contiguous() for each in tensors]
         made = self.library.llmbox_quant_blocks(
-            inputs, outputs, weight.quant.bits, grid_of(weight.quant), *map(pointer, kept), pointer(bias)
+            inputs, outputs, weight.quant.bits, grid_of(weight.quant), *kept, bias
         )
         return CPULinear(self.library, made, (outputs, inputs), dtype, weight.quant)
 
@@ -231,17 +223,8 @@ class Packer:
         codes = torch.empty(outputs, inputs, dtype=torch.int8)
         scales = torch.empty(outputs, quant.groups(inputs), dtype=torch.float16)
         steps = torch.empty(outputs, quant.steps(inputs), dtype=torch.uint8) if quant.step else None
-        self.library.llmbox_quantize(
-            DTYPES[weight.dtype],
-            inputs,
-            outputs,
-            quant.bits,
-            quant.group,
-            weight.data_ptr(),
-            codes.data_ptr(),
-            scales.data_ptr(),
-            pointer(steps),
-        )
+        form = DTYPES[weight.dtype], inputs, outputs, quant.bits, quant.group
+        self.library.llmbox_quantize(*form, weight, codes, scales, steps)
         return QuantizedWeight(quant, codes, scales, steps_OS=steps)
 
     def panels(self, packed: CPUWeights) -> memoryview:
@@ -286,15 +269,14 @@ class Packer:
         (outputs, inputs), bias = shape, float_bias(bias_O)
         is_wide, has_order = name.startswith(WIDE), name.endswith(ORDERED)
         quant = KERNEL_QUANTS.get(name.removeprefix(WIDE).removesuffix(ORDERED))
-        at = panels.data_ptr()
-        if at % 64:
+        if panels.data_ptr() % 64:
             return None
         if quant is None:
             kept_as = WIDE_BFLOAT16 if is_wide else DTYPES[dtype]
-            made = self.library.llmbox_linear_at(kept_as, inputs, outputs, at, pointer(bias))
+            made = self.library.llmbox_linear_at(kept_as, inputs, outputs, panels, bias)
         else:
             made = self.library.llmbox_quant_at(
-                inputs, outputs, quant.bits, quant.group, grid_of(quant), has_order, at, pointer(bias)
+                inputs, outputs, quant.bits, quant.group, grid_of(quant), has_order, panels, bias
             )
         linear = CPULinear(
             self.library, made, shape, dtype, quant, panels, has_order=has_order, is_wide=is_wide
@@ -334,10 +316,6 @@ def grid_of(quant: Quant) -> int:
 
 def float_bias(bias_O: Tensor | None) -> Tensor | None:
     return None if bias_O is None else bias_O.float().contiguous()
-
-
-def pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def pointers(linears: Sequence[CPULinear]) -> "ctypes.Array[ctypes.c_void_p]":

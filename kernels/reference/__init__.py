@@ -21,7 +21,7 @@ from .elementwise import (
     softcap,
     weight_memory,
 )
-from .kv_cache import clear_blocks, copy_blocks, make_kv_cache
+from .kv_cache import clear_blocks, copy_blocks, make_kv_cache, read_keys
 from .lora import reference_lora
 from .moe import ExpertLayer
 from .recurrent import RECURRENT
@@ -55,6 +55,7 @@ REFERENCE = Ops(
     make_kv_cache=make_kv_cache,
     plan_attention=build_attention_metadata,
     write_kv=write_kv,
+    read_keys=read_keys,
     attention=attention,
     copy_blocks=copy_blocks,
     clear_blocks=clear_blocks,

@@ -88,6 +88,14 @@ class ReferenceKVCache:
         return self.k.tensors + (self.v.tensors if self.v is not self.k else [])
 
 
+def read_keys(cache: ReferenceKVCache, layer: int, slots_S: Tensor, dims: slice) -> Tensor:
+    """Implement `Ops.read_keys`."""
+    numbers, scales = cache.k.numbers[layer], cache.k.scales
+    block_S, offset_S = slots_S // numbers.shape[2], slots_S % numbers.shape[2]
+    keys = numbers[block_S, 0, offset_S, dims].float()
+    return keys if scales is None else keys * scales[layer][block_S, 0, offset_S].unsqueeze(1)
+
+
 def make_kv_cache(shape: KVShape, device: torch.device) -> ReferenceKVCache:
     """Allocate the cache. int8 and E4M3 caches get float32 scales."""
     size = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)

@@ -27,9 +27,10 @@ def route(
     wide_TX = logits_TX.float()
     if routing.jitter:
         return route_sparsely(wide_TX, per_token, routing.jitter)
-    scores_TX = wide_TX.sigmoid() if routing.scoring == "sigmoid" else wide_TX.softmax(1)
+    scores_TX = wide_TX.softmax(1) if routing.scoring == "softmax" else wide_TX.sigmoid()
     # Logits have the order of their scores, and more of them differ.
-    chosen_by_TX = wide_TX if routing.is_plain else scores_TX
+    by_logits = routing.is_plain or routing.scoring == "sigmoid_of_logits"
+    chosen_by_TX = wide_TX if by_logits else scores_TX
     if routing.correction_X is not None:
         chosen_by_TX = chosen_by_TX + routing.correction_X
     if routing.groups > 1:

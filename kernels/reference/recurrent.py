@@ -139,6 +139,10 @@ def silu_mul(x_TF: Tensor, gate_TF: Tensor) -> Tensor:
     return (x_TF.float() * F.silu(gate_TF.float())).to(x_TF.dtype)
 
 
+def softplus_mul(x_TF: Tensor, gate_TF: Tensor) -> Tensor:
+    return (x_TF.float() * F.softplus(gate_TF.float())).to(x_TF.dtype)
+
+
 def mul_add(x_TN: Tensor, by_N: Tensor, added_TN: Tensor | None) -> Tensor:
     scaled = x_TN.float() * by_N
     return (scaled if added_TN is None else scaled + added_TN.float()).to(x_TN.dtype)
@@ -148,4 +152,6 @@ def swap_heads(x_TMND: Tensor) -> Tensor:
     return x_TMND.transpose(1, 2).flatten(1)
 
 
-RECURRENT = RecurrentOps(short_conv, scan, gated_norm, sigmoid_mul, silu_mul, mul_add, swap_heads)
+RECURRENT = RecurrentOps(
+    short_conv, scan, gated_norm, sigmoid_mul, silu_mul, softplus_mul, mul_add, swap_heads
+)

@@ -121,6 +121,20 @@ def test_mixed_rows(ops: Ops, dtype: torch.dtype, window: int | None) -> None:
     assert_near(step.run(window), step.exact(window))
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_keys_are_read_as_the_cache_holds_them(ops: Ops, kv_dtype: torch.dtype) -> None:
+    assert ops.read_keys is not None
+    dtype = kv_dtype if kv_dtype.is_floating_point else torch.float32
+    step = Step(ops, [(0, 33), (9, 1)], dtype=dtype, kv_dtype=kv_dtype, heads=(2, 1), head_dim=22)
+    step.run()
+    for table, k_SGD in zip(step.tables, step.k, strict=True):
+        places = torch.arange(len(k_SGD)).flip(0)
+        slots = torch.tensor(table)[places // BLOCK] * BLOCK + places % BLOCK
+        for dims in (slice(0, 22), slice(6, 22), slice(3, 9)):
+            found = ops.read_keys(step.cache, 1, slots, dims)
+            torch.testing.assert_close(found.double(), step.kept(k_SGD)[places, 0, dims], atol=0, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (5, 5), (8, 1)])
 @pytest.mark.parametrize("head_dim", [2, 8, 20, 64, 100, 512])

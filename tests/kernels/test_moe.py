@@ -53,6 +53,7 @@ ROUTINGS = [
     Routing(scale=2.5),
     Routing(correction_X=CORRECTION),
     Routing(scoring="sigmoid", correction_X=CORRECTION, scale=1.5),
+    Routing(scoring="sigmoid_of_logits", correction_X=CORRECTION),
     Routing(scoring="sigmoid", groups=4, top_groups=2, group_best=2),
     Routing(groups=2, top_groups=1, correction_X=CORRECTION),
     Routing(factors_X=CORRECTION + 0.5),

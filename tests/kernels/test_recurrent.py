@@ -104,7 +104,7 @@ def test_gates(name: str, dtype: torch.dtype, norm_first: bool, monkeypatch: pyt
         **close,
     )
     flat, wide = x.flatten(1), layer.randn(5, 100).to(dtype)[:, 40:]
-    for gate_by in ("sigmoid_mul", "silu_mul"):
+    for gate_by in ("sigmoid_mul", "silu_mul", "softplus_mul"):
         exact = getattr(REFERENCE.recurrent, gate_by)(flat, wide)
         torch.testing.assert_close(getattr(ops.recurrent, gate_by)(flat.clone(), wide), exact, **close)
     by, added = layer.randn(60), layer.randn(5, 60).to(dtype)

@@ -51,6 +51,7 @@ LATENT: dict[str, Any] = DEEPSEEK | {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
 }
+SPARSE: dict[str, Any] = LATENT | {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 20}
 COHERE2_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 MIXED = {"num_local_experts": 4, "num_experts_per_tok": 2}
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -252,6 +253,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 19, "num_hidden_layers": 3, "layer_types": COHERE2_LAYERS},
     "deepseek_v3": LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
     "deepseek_v2": LATENT | {"q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "deepseek_v32": SPARSE | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    "glm_moe_dsa": SPARSE | {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
     "glm4_moe_lite": LATENT | {"attention_bias": True},
     "glm4_moe": DEEPSEEK | {"use_qk_norm": True, "attention_bias": True},
     "ernie4_5_moe": {
@@ -262,6 +265,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "granitemoe": MIXED | {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 3.0},
     "minimax_m2": MIXED | {"head_dim": 32, "rotary_dim": 16},
+    "mimo_v2_flash": {
+        **{
+            key: value
+            for key, value in DEEPSEEK.items()
+            if key not in {"n_shared_experts", "first_k_dense_replace"}
+        },
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "sliding_window": 19,
+    },
 }
 """Fields of config.json beside `COMMON`, by `model_type`."""
 SLIDING_LAST = ["full_attention", "sliding_attention"]
@@ -277,6 +292,45 @@ SIBLINGS: dict[str, dict[str, Any]] = {
         "mup_enabled": True,
     },
     "arcee": {"mlp_bias": True, "attention_bias": True},
+    "axk1": LATENT | {"num_hidden_layers": 3},
+    "cohere2_moe": {
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,
+        "sliding_window_pattern": 3,
+        "sliding_window": 19,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "intermediate_size": 48,
+        "prefix_dense_intermediate_size": 96,
+        "tie_word_embeddings": True,
+    },
+    "flint": MOE
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_only_layers": [0],
+        "sliding_window": 19,
+        "shared_expert_intermediate_size": 48,
+    },
+    "kolibri1": MOE
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 19,
+        "shared_expert_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "intermediate_size": LEFT_OUT,
+    },
+    "laguna": MOE
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "num_attention_heads_per_layer": [4, 6, 2],
+        "sliding_window": 19,
+        "shared_expert_intermediate_size": 48,
+        "moe_routed_scaling_factor": 1.5,
+    },
     "bailing_hybrid": {
         **{key: value for key, value in LATENT.items() if key not in {"n_routed_experts", "q_lora_rank"}},
         "num_hidden_layers": 4,

@@ -42,7 +42,7 @@ LLAMA4: dict[str, Any] = {
     "attention_bias": False,
 }
 GROWING = YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}
-LATENT = {"DEEPSEEK2", "MISTRAL4", "KIMI_LINEAR"}
+LATENT = {"GLM_DSA", "DEEPSEEK2", "MISTRAL4", "KIMI_LINEAR"}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", "GPT_OSS", {}),
     "qwen2moe": ("qwen2_moe", "QWEN2MOE", {"mlp_only_layers": []}),
@@ -58,6 +58,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "deepseek2": ("deepseek_v2", "DEEPSEEK2", {}),
     "glm4-flash": ("glm4_moe_lite", "DEEPSEEK2", {"attention_bias": False}),
+    "glm-dsa": ("glm_moe_dsa", "GLM_DSA", {}),
     "youtu": ("youtu", "DEEPSEEK2", {}),
     "dots1": ("dots1", "DOTS1", {"sliding_window": None, "max_window_layers": 2}),
     "bailingmoe2": ("glm4_moe", "BAILINGMOE2", {"attention_bias": False, "num_nextn_predict_layers": 0}),
@@ -221,6 +222,7 @@ def converted(arrays: Arrays, arch: str, config: dict[str, Any]) -> Arrays:
         "GPT_OSS": of_gpt_oss,
         "DEEPSEEK2": of_mistral_large3 if config["model_type"] == "mistral4" else of_deepseek,
         "MISTRAL4": of_mistral4,
+        "GLM_DSA": of_deepseek,
         "GEMMA3N": of_gemma3n,
         "LLAMA4": of_llama4,
         "KIMI_LINEAR": of_kimi,
@@ -588,6 +590,10 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> 
             writer.add_feed_forward_length([inner * (kind in {"mlp", "moe"}) for kind in kinds])
     if arch in LATENT:
         add_latent(writer, config)
+    if arch == "GLM_DSA":
+        writer.add_indexer_head_count(config["index_n_heads"])
+        writer.add_indexer_key_length(config["index_head_dim"])
+        writer.add_indexer_top_k(config["index_topk"])
     if arch == "KIMI_LINEAR":
         writer.add_head_count_kv([int(kind == "full_attention") for kind in config["layer_types"]])
         writer.add_kda_head_dim(config["linear_head_dim"])
@@ -660,6 +666,7 @@ def add_experts(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> N
     ] in {
         "deepseek_v3",
         "glm4_moe_lite",
+        "glm_moe_dsa",
     }:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmbox.engine.checkpoint.safetensors import ShardSlice
 from llmbox.engine.core.request import Request
 from llmbox.engine.distributed.communicator import rows_of_rank
 from llmbox.engine.model_config.parallel_layout import ParallelLayout
-from llmbox.engine.partition import ShardSlice
 from llmbox.engine.sampling_params import SamplingParams
 from support.rank_threads import Stage, ThreadCollective
 

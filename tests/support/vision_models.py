@@ -12,7 +12,7 @@ from llmbox.app.sandbox.image_worker import make_tiles
 from llmbox.engine.ipc.messages import PreparedImage
 from llmbox.engine.model_config.vision.config import ImageLayout, VisionConfig
 from llmbox.engine.model_config.vision.families import find_vision
-from llmbox.engine.model_config.vision.shape import lay_out_image
+from llmbox.engine.model_config.vision.layout import lay_out_image
 from support.tiny_models import write_json, write_tokenizer
 
 TEXT: dict[str, Any] = {
@@ -331,6 +331,35 @@ MODELS["llama4"] = (
     },
     {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 48, "width": 48}, "max_patches": 6},
 )
+MODELS["exaone4_5"] = (
+    "Exaone4_5_ForConditionalGeneration",
+    {
+        "text_config": TEXT | {"model_type": "exaone4", "sliding_window": 24},
+        "vision_config": QWEN | {"window_size": 36, "fullatt_block_indexes": [1], "num_key_value_heads": 2},
+        "image_token_id": 10,
+    },
+    MODELS["qwen2_5_vl"][2],
+)
+MODELS["lighton_ocr"] = (
+    "LightOnOcrForConditionalGeneration",
+    {
+        "text_config": TEXT | {"model_type": "qwen3"},
+        "vision_config": PIXTRAL | {"model_type": "pixtral"},
+        "tie_word_embeddings": False,
+        "image_token_id": 10,
+    },
+    MODELS["mistral3"][2],
+)
+MODELS["minicpmv4_6"] = (
+    "MiniCPMV4_6ForConditionalGeneration",
+    {
+        "text_config": TEXT | DELTA | {"model_type": "qwen3_5_text", "rope_parameters": MROPE},
+        "vision_config": SIGLIP | {"num_hidden_layers": 3},
+        "insert_layer_id": 1,
+        "image_token_id": 10,
+    },
+    {"image_processor_type": "MiniCPMV4_6ImageProcessor", "patch_size": 8, "scale_resolution": 64},
+)
 MODELS["llava_clip"] = (
     "LlavaForConditionalGeneration",
     {
@@ -418,6 +447,7 @@ def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image
         options = {"crop_to_patches": True} if vision.processor.kind == "canvas" else {}
         inputs = AutoImageProcessor.from_pretrained(directory)(images=nested, return_tensors="pt", **options)
         counts = {"rows", "cols", "num_crops", "num_soft_tokens_per_image", "num_patches"}
+        counts |= {"grids", "num_patches_per_image"}
         return {key: value for key, value in inputs.items() if key not in counts}
     side, tiles, shapes = vision.tower.patch_size, [], []
     for picture in pictures:
@@ -468,6 +498,7 @@ def _unified_inputs(vision: VisionConfig, pictures: list[Image.Image]) -> dict[s
     }
 
 
+NUMBERS = ("<image_id>", "</image_id>")
 SEPARATORS = ("<|tile_x_separator|>", "<|tile_y_separator|>")
 SEEING_MARKS = {
     "qwen3_vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
@@ -475,9 +506,10 @@ SEEING_MARKS = {
     "internvl": ("<img>", "<IMG_CONTEXT>", "</img>"),
     "llama4": ("<|image_start|>", "<|patch|>", "<|image_end|>", "<|image|>", *SEPARATORS),
     "llava_clip": ("", "<image>", ""),
+    "minicpmv4_6": ("", "<|image_pad|>", "", "<image>", "</image>", "<slice>", "</slice>", *NUMBERS),
 }
 """Special tokens before, for and after the rows of a picture, and others."""
-WRITTEN = {"internvl": "<IMG_CONTEXT>\\n", "llama4": "<|image|>"}
+WRITTEN = {"internvl": "<IMG_CONTEXT>\\n", "llama4": "<|image|>", "minicpmv4_6": "<|image_pad|>"}
 """What published templates write for a picture, where it is not the first three of these."""
 SEEING_TEMPLATE = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"

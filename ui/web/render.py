@@ -96,7 +96,7 @@ def clock(unix: float) -> str:
 def ago(unix: float | None) -> str:
     if unix is None:
         return "never"
-    return f"{formatting.span(max(1.0, float(int(time.time() - unix))))} ago"
+    return f"{formatting.whole_span(max(1.0, time.time() - unix))} ago"
 
 
 PanelRequest = Request[Any, Any, State]

@@ -21,8 +21,18 @@ if TYPE_CHECKING:
     from ...mcp.protocol import McpServer
 
 
+class ClientChoice(click.Choice[str]):
+    """Choice of a client. For an assistant that is connected by MCP alone, the error names that command."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value in MCP_PROGRAMS and value not in self.choices:
+            title = MCP_PROGRAMS[value].title
+            self.fail(f"{title} is connected by MCP: llmbox connect mcp {value}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @click.command(cls=Command)
-@click.argument("client", required=False, metavar="[CLIENT]", type=click.Choice([*GUIDES, "mcp"]))
+@click.argument("client", required=False, metavar="[CLIENT]", type=ClientChoice([*GUIDES, "mcp"]))
 @click.argument("assistant", required=False, metavar="[ASSISTANT]", type=click.Choice(list(MCP_PROGRAMS)))
 @click.option("--model", metavar="NAME", help="Model to use; default is the first that is loaded.")
 @click.option(
@@ -59,8 +69,11 @@ def connect(
         text = f"{client} takes no further name"
         raise CliError(text, "mcp alone does", f"llmbox connect mcp {assistant}", Exit.USAGE)
     if client is None:
-        if write:
-            raise CliError("which client?", "--write needs one", "llmbox connect CLIENT --write", Exit.USAGE)
+        if write or model is not None:
+            given = "--write" if write else f"--model {model}"
+            raise CliError(
+                "which client?", f"{given} needs one", f"llmbox connect CLIENT {given}", Exit.USAGE
+            )
         _list(as_json=as_json, quiet=quiet)
         return
     guide = GUIDES[client]

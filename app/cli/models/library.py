@@ -124,7 +124,7 @@ def _list_recommended(program: Program, *, as_json: bool, quiet: bool) -> None:
         rows.append(
             (
                 model.name + (" *" if model.default else ""),
-                model.purpose + (", vision" if model.reads_pictures and model.purpose != "vision" else ""),
+                model.purpose + (", vision" if model.reads_images and model.purpose != "vision" else ""),
                 _count(model.params),
                 ("yes" if each.fit.fits else each.fitting_quant or "no") + (", here" if each.here else ""),
                 plan.context if plan else "-",

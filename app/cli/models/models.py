@@ -128,7 +128,7 @@ def show(program: Program, ref: str, mmproj: str | None, *, as_json: bool) -> No
         "adapters": [name for name, each in others.items() if each.adapter] or None,
         **{key: config.get(name) for key, name in _CONFIG_FACTS.items()},
         **_output_format(place.path),
-        "pictures": _describe_pictures(place.path),
+        "images": _describe_images(place.path),
         "loaded": memory,
         "loads": _loads(program, place.name),
     }
@@ -167,11 +167,12 @@ def _output_format(folder: Path) -> dict[str, str | None]:
     return {"tool_calls": calls, "thoughts": thoughts}
 
 
-def _describe_pictures(folder: Path) -> str | None:
+def _describe_images(folder: Path) -> str | None:
     """Describe what an image costs, or why none is read; None for a model of texts."""
     from llmbox.engine.errors import EngineError
+    from llmbox.engine.model_config.vision.config import NO_TOWER, USUAL_SIDE
     from llmbox.engine.model_config.vision.families import find_vision
-    from llmbox.engine.model_config.vision.shape import NO_TOWER, USUAL_SIDE, vision_shape
+    from llmbox.engine.model_config.vision.layout import vision_shape
 
     try:
         vision, problem = find_vision(folder)
@@ -280,7 +281,7 @@ def _print_info(model: Mapping[str, Any]) -> None:
         **({"because": "; ".join(info["notes"])} if info["notes"] else {}),
         **({"makes": made} if (made := _makes(info)) else {}),
         "context window": f"{info['context_window']} tokens",
-        "at full context": f"{info['max_concurrency']:.1f} requests at once",
+        "at full context": f"{round(info['max_concurrency'], 1):g} requests at once",
         "weights": formatting.size(info["weights_bytes"]),
         **(
             {"experts": f"{formatting.size(info['expert_bytes'])} of main memory"}

@@ -276,7 +276,7 @@ class JsonView:
 
 
 class ProgressBars:
-    """View with a bar for each file on a terminal, else one plain line at most every 5 s."""
+    """View with a bar for each file on a terminal, else plain lines ever more rarely."""
 
     def __init__(self) -> None:
         self._live = output.is_live()

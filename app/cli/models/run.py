@@ -190,8 +190,8 @@ class ChatSession:
         content: str | list[dict[str, Any]] = question
         images = self._images
         if images:
-            pictures = [{"type": "image_url", "image_url": {"url": url}} for url in images]
-            content = [*pictures, {"type": "text", "text": question}]
+            parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+            content = [*parts, {"type": "text", "text": question}]
             self._images = []
         self._messages.append({"role": "user", "content": content})
         pieces: list[str] = []

@@ -72,7 +72,7 @@ FOLLOW_INTERVAL = 0.2
 @click.option(
     "-n",
     "--lines",
-    type=click.IntRange(0),
+    type=click.IntRange(0, 1_000_000),
     metavar="N",
     default=100,
     show_default=True,
@@ -102,6 +102,8 @@ def logs(
     tail, offset = _tail(path, lines, select)
     if not follow:
         output.write_lines(tail)
+        if not tail and component is not None:
+            output.say(f"No line of {formatting.printable(component)}. All components: llmbox logs")
         return
     for text in tail:
         output.write(text)

@@ -167,7 +167,7 @@ def require_same(program: Program, flags: Mapping[str, Scalar], *, of_models: bo
         return
     running = program.client.get("/admin/api/config")["settings"]
     differing = [
-        f"{name}: runs with {format_setting(running[name]['value'])}, asked for {format_setting(value)}"
+        _difference(name, running[name]["value"], value)
         for name, value in daemon_flags.items()
         if running[name]["value"] != value
     ]
@@ -175,10 +175,15 @@ def require_same(program: Program, flags: Mapping[str, Scalar], *, of_models: bo
         raise _conflict("the daemon runs with other settings", differing)
 
 
+def _difference(name: str, running: object, wanted: object) -> str:
+    with_, for_ = (format_setting(value) or "nothing" for value in (running, wanted))
+    return f"{name}: runs with {with_}, asked for {for_}"
+
+
 def _require_same_options(wanted: ModelRequest, present: Mapping[str, Any]) -> None:
     runs_with = {name: present["options"][parameter(name)] for name in wanted.options}
     differing = [
-        f"{flag(name)}: runs with {format_setting(runs_with[name])}, asked for {format_setting(value)}"
+        _difference(flag(name), runs_with[name], value)
         for name, value in wanted.options.items()
         if runs_with[name] != value
     ]

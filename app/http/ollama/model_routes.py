@@ -275,14 +275,18 @@ library_routes: list[ControllerRouterHandler] = [
 ]
 
 
+_API_VERSION = "0.12.11"
+"""Version of Ollama whose routes and fields are served here. Clients refuse older ones: GitHub Copilot in
+VS Code those before 0.6.4, so llmbox's own number would shut them out.
+"""
 _FOREVER = 292 * 365 * 86_400.0
 """Seconds; as Ollama says it of what stays."""
 
 
 @get("/api/version", opt={"access": Access.KNOWN}, name="ollama_version", operation_id="ollamaVersion")
-async def ollama_version(request: StrictRequest) -> OllamaVersion:
-    """Return llmbox's version."""
-    return OllamaVersion(request.services.version)
+async def ollama_version() -> OllamaVersion:
+    """Return the version of Ollama whose API is served here, which clients compare with what they need."""
+    return OllamaVersion(_API_VERSION)
 
 
 @get("/api/tags", opt={"access": Access.KNOWN}, name="ollama_tags", operation_id="ollamaTags")

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from llmbox.engine.ipc.messages import PreparedImage, TokenLogprobs
-from llmbox.engine.model_config.vision.shape import NO_TOWER
+from llmbox.engine.model_config.vision.config import NO_TOWER
 from llmbox.engine.sampling_params import ThinkingParams
 
 from ...engines.loaded_model import LoadedModel
@@ -99,7 +99,7 @@ async def prepare_chat(
     answer = find_answer_constraint(body, call.limits)
     chat = build_chat(body, call.limits)
     deadlines = Deadlines.of(call, body)
-    model = await call.find_model(body.model, deadlines.next)
+    model = await call.find_model(body.model, deadlines)
     check_generates(model)
     chat, warnings = with_effort(chat, body.reasoning_effort, model.text.chat_template)
     logprobs = Logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
@@ -200,7 +200,8 @@ async def encode_chat(
     vision = model.text.vision
     if not decoded or vision is None:
         return await model.text.off_loop(len(rendered.marked), rendered.ids), []
-    rendered = rendered.with_pictures(vision.placeholder, [each.text for each in decoded])
+    texts = [vision.number_text(number) + each.text for number, each in enumerate(decoded)]
+    rendered = rendered.with_images(vision.placeholder, texts)
     ids = await model.text.off_loop(len(rendered.marked), rendered.ids)
     return ids, await off_loop(len(ids), lambda: place_images(ids, decoded, vision))
 

@@ -122,7 +122,7 @@ async def prepare_completion(call: RequestContext, body: CompletionRequest) -> C
             "prompt", f"at most {call.limits.queue} choices (prompts times 'n') are allowed at once"
         )
     deadlines = Deadlines.of(call, body)
-    model = await call.find_model(body.model, deadlines.next)
+    model = await call.find_model(body.model, deadlines)
     reservation = call.reserve(model, len(items) * n)
     wanted = body.prompt_logprobs
     if body.echo and body.logprobs is not None:

@@ -35,7 +35,6 @@ from ...util.threads import off_loop
 from ..server.request import StrictRequest
 from .completions import prompt_ids, prompt_items, with_prompt
 from .request_context import (
-    Deadlines,
     RequestContext,
     answer,
     check_prompts,
@@ -83,7 +82,7 @@ async def prepare_embeddings(call: RequestContext, body: EmbeddingRequest) -> Ge
     refuse_unsupported(body)
     items = prompt_items(body.input, "input")
     check_inputs(items, "input")
-    model = await call.find_model(body.model, Deadlines.of(call).next)
+    model = await call.find_model(body.model)
     check_dimensions(body.dimensions, model)
     task, instruction = await find_task(model, body.task)
     if body.prompt_name is None and task is not None:

@@ -41,7 +41,6 @@ from .embeddings import (
     pool,
 )
 from .request_context import (
-    Deadlines,
     RequestContext,
     answer,
     check_prompts,
@@ -134,7 +133,7 @@ async def prepare_score(call: RequestContext, body: ScoreRequest) -> ScoreCall:
     left, right = (_texts(body, name) for name in ("text_1", "text_2"))
     if len(left) not in {1, len(right)}:
         raise invalid("text_1", f"it must be one text, or as many texts as 'text_2' ({len(right)})")
-    model = await call.find_model(body.model, Deadlines.of(call).next)
+    model = await call.find_model(body.model)
     reservation = call.reserve(model, len(left) + len(right), pools=True)
     judge = await _find_pair_reranker(model)
     if judge is None:
@@ -230,7 +229,7 @@ async def require_classifier(model: LoadedModel) -> Classifier:
 async def prepare_pooling(call: RequestContext, body: PoolingRequest) -> tuple[Generation, Classifier | None]:
     """Check a request and build its generation. Raises ApiError."""
     refuse_unsupported(body)
-    model = await call.find_model(body.model, Deadlines.of(call).next)
+    model = await call.find_model(body.model)
     classes = await find_classifier(model) if body.task != "embed" else None
     if body.task == "classify" and classes is None:
         raise not_a_classifier()
@@ -359,7 +358,7 @@ async def classify_texts(
     """Return the probability of each class, from a classification model."""
 
     async def prepare(call: RequestContext) -> tuple[LoadedModel, Classifier]:
-        model = await call.find_model(data.model, Deadlines.of(call).next)
+        model = await call.find_model(data.model)
         return model, await require_classifier(model)
 
     return await answer(request, prepare, lambda call, made: classify(call, data, *made))

@@ -96,19 +96,23 @@ class RequestContext:
             return None
         return ContentRetention("" if self.caller.key is None else self.caller.key.id, self.body.decode())
 
-    async def find_model(self, name: str | None, by: float | None = None) -> LoadedModel:
-        """Return the model, loading it from disk if needed. `by` (of `time.monotonic()`) bounds the wait.
+    async def find_model(self, name: str | None, deadlines: "Deadlines | None" = None) -> LoadedModel:
+        """Return the model, loading it from disk if needed. `deadlines`, by default the configured ones,
+        bound the wait.
 
         Raises ClientGone as soon as the client leaves; the load continues, as others may wait for it.
         """
         if name is not None:
             self.caller.require_model(name)
         asked = time.monotonic()
+        deadlines = deadlines or Deadlines.of(self)
+        by = deadlines.next
         try:
-            async with asyncio.timeout(None if by is None else by - time.monotonic()):
+            async with asyncio.timeout(None if by is None else by - asked):
                 model = await self._find_model(name)
         except TimeoutError:
-            raise deadline_error("its model was in memory", "request_timeout") from None
+            code = "request_timeout" if by == deadlines.finish_by else "first_token_timeout"
+            raise deadline_error("its model was in memory", code) from None
         finally:
             self.clock.model_s += time.monotonic() - asked
         if name is None:

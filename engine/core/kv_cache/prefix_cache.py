@@ -29,7 +29,7 @@ def extend_hashes(request: Request, block_size: int, num_blocks: int) -> None:
     for start in range(0, len(data), size):
         own = data[start : start + size]
         if request.images:
-            own += picture_hashes(request, len(hashes) * block_size, block_size)
+            own += image_hashes(request, len(hashes) * block_size, block_size)
         parent = sha256(parent + own).digest()
         hashes.append(parent)
 
@@ -41,7 +41,7 @@ def root_hash(request: Request) -> bytes:
     return sha256(b"long factors:" + namespace).digest() if request.is_long else namespace
 
 
-def picture_hashes(request: Request, start: int, block_size: int) -> bytes:
+def image_hashes(request: Request, start: int, block_size: int) -> bytes:
     """Return content hashes and places of the images with rows in the block that begins at `start`."""
     images, found = request.images, b""
     for image in images[first_image(images, start) :]:
@@ -54,7 +54,7 @@ def picture_hashes(request: Request, start: int, block_size: int) -> bytes:
 def first_block_digest(request: Request, block_size: int) -> bytes:
     """Return the hash of the first block's tokens and images without the namespace."""
     own = array("I", request.token_ids[:block_size]).tobytes()
-    return sha256(own + picture_hashes(request, 0, block_size) if request.images else own).digest()
+    return sha256(own + image_hashes(request, 0, block_size) if request.images else own).digest()
 
 
 class PrefixCache:

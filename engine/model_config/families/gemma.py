@@ -5,9 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..architecture import Architecture
-from ..attention import Windows, layer_types, windows_by_type
+from ..attention import Scales, Windows, layer_types, windows_by_type
 from ..fields import Fields
-from ..multipliers import Scales
 from ..rope import LayerRopes, RopeConfig, parse_rope
 
 _COMMON: Mapping[str, Any] = {

@@ -5,12 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..architecture import AltUpConfig, Architecture
-from ..attention import FULL, SLIDING, Windows, layer_types, window_of, windows_by_type
+from ..attention import FULL, SLIDING, LayerSizes, Scales, Windows, layer_types, window_of, windows_by_type
 from ..fields import Fields
 from ..moe import ExpertsConfig, StackedExperts, selected_of
-from ..multipliers import Scales
 from ..rope import LayerRopes, read_proportional_rope
-from ..shape import LayerSizes
 from .gemma import ACTIVATION, gemma3_ropes, gemma_scales, logits_cap, refuse_gemma2, refuse_gemma3
 
 GEMMA4: Mapping[str, Any] = {

@@ -9,9 +9,8 @@ from typing import Any
 from llmbox.kernels.activation import Activation
 
 from ..architecture import Architecture, as_it_is, no_rows, nothing
-from ..attention import FULL, SLIDING, Windows, one_window, windows_by_type
+from ..attention import FULL, SLIDING, Scales, Windows, one_window, windows_by_type
 from ..fields import MAX_WIDTH, Fields, show
-from ..multipliers import Scales
 from ..rope import interleaved_rope, no_rope, one_rope, partial_rope, reversed_rope
 from .gemma import logits_cap
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..architecture import Architecture, as_it_is
-from ..attention import deepseek_latent, deepseek_scales, deepseek_sizes
+from ..attention import deepseek_latent, deepseek_scales, deepseek_sizes, falcon_h1_scales, granite_scales
 from ..fields import Fields
 from ..moe import deepseek_v3_experts, granite_hybrid_experts, lfm2_moe_experts, qwen3_5_moe_experts
-from ..multipliers import falcon_h1_scales, granite_scales
 from ..recurrent.config import falcon_mamba_recurrence, mamba1_recurrence, mamba1_sizes
 from ..recurrent.families import (
     bamba_recurrence,

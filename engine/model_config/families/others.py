@@ -8,6 +8,7 @@ from typing import Any
 
 from ..architecture import Architecture
 from ..attention import (
+    Scales,
     Windows,
     deepseek_latent,
     deepseek_scales,
@@ -26,7 +27,6 @@ from ..moe import (
     refuse_small_groups,
     selected_of,
 )
-from ..multipliers import Scales
 from ..rope import (
     MAX_FACTOR,
     LayerRopes,

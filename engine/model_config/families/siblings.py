@@ -13,6 +13,8 @@ from ..attention import (
     deepseek_scales,
     deepseek_sizes,
     exaone4_windows,
+    granite_scales,
+    hyperclova_scales,
     windows_by_type,
     windows_if_used,
     windows_of_later_layers,
@@ -27,7 +29,6 @@ from ..moe import (
     qwen3_moe_experts,
     selected_of,
 )
-from ..multipliers import granite_scales, hyperclova_scales
 from ..recurrent.families import granite_sizes
 from ..rope import (
     LayerRopes,

@@ -1,31 +1,33 @@
-"""Vision part of a model as data: its tower and its processor, what the engine and the API need to know, and
-the fields of files that families read it from.
-"""
+"""Vision part of a model as data: its tower, its processor, and what the engine and the API need to know."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, get_args
-
-from ..fields import MAX_LAYERS, MAX_WIDTH, Fields, show
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
-PositionTable = Literal["", "whole", "buckets", "bilinear", "bicubic", "antialiased", "axes", "places"]
+PositionTable = Literal[
+    "", "whole", "buckets", "bilinear", "bicubic", "antialiased", "axes", "places", "nearest"
+]
 """Learned positions of patches: none; a row for each patch; a square of rows, of which each patch takes the
 one at its fraction of the image, or a bilinear or bicubic mean, or one with antialiasing; or a row for its
-column and one for its row, from two tables, stored one after the other or side by side."""
+column and one for its row, from two tables, stored one after the other or side by side. The last is as the
+third, with fractions that are divided, not multiplied by an inverse."""
 VisionRope = Literal["", "axial", "alternating", "pairs"]
 """RoPE of rows and columns: none; the first half of the frequencies for rows; every other one; those of
 neighboring numbers, the first half for columns, counted from 1 as the class embedding has position 0.
 """
 ProjectorKind = Literal[
     "mistral3", "llava", "pixel_shuffle", "pixel_shuffle_mlp", "llama4", "gemma3", "merger", "lfm3_vl", "glm",
-    "gemma4", "gemma4_unified",
+    "gemma4", "gemma4_unified", "minicpmv",
 ]  # fmt: skip
 ResizeKind = Literal[
     "longest_edge", "tiles", "canvas", "padded_canvas", "square", "center_crop", "pixels", "glm", "lfm2",
-    "gemma4",
+    "gemma4", "slices",
 ]  # fmt: skip
-"""Rule for the size of an image (`shape.py`)."""
+"""Rule for the size of an image (`layout.py`)."""
+
+LOW_DETAIL: Final = 512
+"""Edge of an image with `"detail": "low"`, in pixels, where its processor does not fix one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +67,30 @@ class TowerNames:
     gate: str = ""
     up: str = "mlp.fc1"
     down: str = "mlp.fc2"
+    window_merger: str = ""
+    """Module of the merger between layers, where there is one."""
     conv: str = ""
     """Module of a layer with `in_proj`, `spatial_conv` and `out_proj` in place of attention."""
     projector: tuple[str, ...]
     """Norm, first and second linear of the projector, from the top; empty where there is none. A third linear
     may follow."""
+
+    @classmethod
+    def siglip(cls, at: str, *projector: str) -> "TowerNames":
+        """Return the names of SigLIP, which CLIP shares, below the prefix `at`."""
+        return cls(
+            patch=f"{at}embeddings.patch_embedding",
+            layers=f"{at}encoder.layers",
+            table=f"{at}embeddings.position_embedding.weight",
+            post_norm=f"{at}post_layernorm",
+            norm1="layer_norm1",
+            norm2="layer_norm2",
+            query="self_attn.q_proj",
+            key="self_attn.k_proj",
+            value="self_attn.v_proj",
+            output="self_attn.out_proj",
+            projector=projector,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +142,10 @@ class TowerConfig:
     """Side of the square of patches that it reads, an odd number."""
     merge: int = 1
     """Side of a square of patches that becomes one embedding."""
+    window_layer: int = -1
+    """Layer after which the patches of small windows attend to each other and become one (MiniCPM-V)."""
+    window_merge: int = 1
+    """Side of such a window."""
     projector: ProjectorKind
     projector_size: int = 0
     """Width between the linears of the projector."""
@@ -138,7 +163,12 @@ class TowerConfig:
     @property
     def by_merge(self) -> bool:
         """True if patches that are merged stand next to each other."""
-        return self.projector in {"merger", "lfm3_vl", "glm"}
+        return self.projector in {"merger", "lfm3_vl", "glm", "minicpmv"}
+
+    @property
+    def patches_per_row(self) -> int:
+        """Patches of an embedding."""
+        return (self.merge * self.window_merge) ** 2
 
     @property
     def has_output_bias(self) -> bool:
@@ -181,6 +211,12 @@ class ImageProcessorConfig:
     crop: int = 0
     """Least edge of the crops that follow the whole image (Gemma 3's pan and scan); 0: none follow."""
 
+    def at_low_detail(self) -> "ImageProcessorConfig":
+        """Return the rules for an image with `"detail": "low"`."""
+        most = self.most and min(self.most, max(self.least, LOW_DETAIL**2, self.unit**2))
+        longest = min(self.longest, LOW_DETAIL) if self.kind == "longest_edge" else self.longest
+        return replace(self, splits=False, most=most, longest=longest)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
@@ -199,6 +235,10 @@ class VisionConfig:
     end: str = ""
     """Texts before the image tokens of an image, between its lines and after it, where the chat template
     does not write them."""
+    tile_marks: tuple[str, ...] = ()
+    """Texts before and after the image tokens of a tile, where they are not those of the image."""
+    number_marks: tuple[str, ...] = ()
+    """Texts around the number of an image, which stands before it; empty: images have no numbers."""
     hidden_size: int
     """Width of an embedding, that of the language model."""
     pad_id: int = 0
@@ -215,6 +255,10 @@ class VisionConfig:
     processor: ImageProcessorConfig
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of all tensors of tower and projector, by their names without `model.`."""
+
+    def number_text(self, number: int) -> str:
+        """Return the text with the number of an image in its prompt, from 0; empty for most families."""
+        return str(number).join(self.number_marks) if self.number_marks else ""
 
     @property
     def deepstack_levels(self) -> int:
@@ -247,7 +291,7 @@ class ImageLayout:
     """Rows and columns of embeddings, for M-RoPE."""
     tile_grid: tuple[int, int] = (0, 0)
     """Rows and columns of tiles; zeros: one tile has all of the image."""
-    pictures: int = 1
+    images: int = 1
     """Number of equal shares of the tiles, each of which is an image of its own to the engine."""
 
 
@@ -256,137 +300,46 @@ CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
 HALF: Final = (0.5, 0.5, 0.5)
 MAX_SIDE: Final = 1 << 14
 """Largest tile, edge or patch in pixels."""
-MAX_PIXELS: Final = 1 << 28
-_ACTIVATIONS: Final[dict[str, VisionActivation]] = {
-    **{name: name for name in get_args(VisionActivation)},
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "swish": "silu",
-}
+LINEARS: Final = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
+"""Names of the linears of most projectors."""
+
+
+IMAGE_ROWS: Final = 4096
+"""Rows of the largest image that memory is planned for; larger ones take more while they are encoded."""
+SLICE_PATCHES: Final = 2048
+"""Patches whose linears a tower computes at once: their inner rows bound memory."""
+USUAL_SIDE: Final = 1024
+"""Side of the image whose tokens are shown, in pixels."""
+KEPT_IMAGE_ROWS: Final = 4096
+"""Rows whose embeddings are kept."""
+
+NO_TOWER: Final = "it is a language model without a vision tower"
+"""Reason why a model of texts cannot read images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VisionFiles:
-    """Fields of a model's files that its vision part is read from."""
+class VisionShape:
+    """Sizes of a vision tower and of its embeddings."""
 
-    model: Fields
-    """config.json."""
-    tower: Fields
-    """Its `vision_config`."""
-    processor: Fields
-    """Image processor; empty where there is no file of it."""
-    tokenizer: Fields
-    """tokenizer_config.json; empty where there is none."""
-    text: Fields
-    """`text_config`, or config.json."""
-    hidden_size: int
-    """Width of the language model."""
+    params: int
+    """Parameters of tower and projector, which stay unquantized."""
+    row: int
+    """Numbers of the embeddings of one row."""
+    patch_numbers: int
+    """Numbers of a layer's activations for each row: input and result, queries, keys and values, and a copy
+    of the latter two; or what a convolution has of the row in float32."""
+    row_bytes: int
+    """Bytes for each row that do not depend on the dtype: tables of RoPE, and two copies of its pixels."""
+    tower_rows: int
+    """Rows that the tower computes at once: of the largest tile or image, at most `IMAGE_ROWS`."""
+    slice_numbers: int
+    """Numbers of a layer's activations that do not grow with the image: norms and inner rows of a slice."""
+    whole_rows: int = 0
+    """Most rows of an image where a step computes all of one, beyond its budget if need be; 0 otherwise."""
+    usual_rows: int = 0
+    """Rows of an image of `USUAL_SIDE` x `USUAL_SIDE` pixels."""
 
-
-VisionRule = Callable[[VisionFiles], VisionConfig]
-
-
-def activation_of(fields: Fields, default: str, key: str = "hidden_act") -> VisionActivation:
-    name = fields.text(key, default)
-    if name not in _ACTIVATIONS:
-        raise fields.error(f"{key} {show(name)} is not supported; supported: {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
-
-
-def side_of(fields: Fields, key: str, default: int) -> int:
-    """Return the side of a square, which files may give as a list of two equal numbers, or an object."""
-    value = fields.raw.get(key)
-    if isinstance(value, Mapping):
-        value = [value.get("height"), value.get("width")]
-    if isinstance(value, (list, tuple)):
-        if len(set(map(str, value))) != 1:
-            raise fields.error(f"{key} {show(value)} is not supported, only squares")
-        fields = Fields({key: value[0]}, fields.where)
-    return fields.integer(key, default, most=MAX_SIDE)
-
-
-def sizes_of(
-    fields: Fields,
-    *,
-    width: int,
-    inner: int,
-    layers: int,
-    heads: int = 16,
-    patch: int = 14,
-    keys: tuple[str, str, str] = ("hidden_size", "num_hidden_layers", "num_attention_heads"),
-) -> dict[str, Any]:
-    """Return the sizes that all towers have, from `keys` and their defaults in transformers."""
-    hidden = fields.integer(keys[0], width, most=MAX_WIDTH)
-    count = fields.integer(keys[1], layers, most=MAX_LAYERS)
-    num_heads = fields.integer(keys[2], heads, most=MAX_WIDTH)
-    head_dim = hidden // num_heads
-    if head_dim * num_heads != hidden:
-        raise fields.error(f"{keys[0]} {hidden} is not a multiple of {keys[2]} {num_heads}")
-    if fields.integer("num_channels", 3) != 3 or fields.integer("in_channels", 3) != 3:
-        raise fields.error("images without 3 color channels are not supported")
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": fields.integer("intermediate_size", inner, most=16 * MAX_WIDTH),
-        "num_layers": count,
-        "stored_layers": count,
-        "num_heads": num_heads,
-        "head_dim": head_dim,
-        "patch_size": side_of(fields, "patch_size", patch),
-    }
-
-
-def rope_theta(fields: Fields, default: float = 10000.0) -> float:
-    rope = Fields(fields.mapping("rope_parameters") or {}, fields.where)
-    theta = rope.number("rope_theta", fields.number("rope_theta", default))
-    if rope.text("rope_type", "axial") not in {"axial", "default"} or not 1.0 < theta <= 1e15:
-        raise fields.error(f"rope_parameters {show(dict(rope.raw))} are not supported for images")
-    return theta
-
-
-def pixels_of(
-    files: VisionFiles, mean: tuple[float, ...], std: tuple[float, ...], resample: int
-) -> dict[str, Any]:
-    """Return normalization and filter of the image processor. Raises ModelError."""
-    fields = files.processor
-    for key in ("do_resize", "do_rescale"):
-        if not fields.flag(key, default=True):
-            raise fields.error(f"{key} false is not supported")
-    normalizes = fields.flag("do_normalize", default=True)
-    mean = fields.numbers("image_mean") or mean if normalizes else (0.0, 0.0, 0.0)
-    std = fields.numbers("image_std") or std if normalizes else (1.0, 1.0, 1.0)
-    scale = fields.number("rescale_factor", 1 / 255)
-    if len(mean) != 3 or len(std) != 3 or not all(each > 0 for each in std) or not 0 < scale <= 1:
-        raise fields.error("image_mean and image_std must have 3 numbers each, std above 0")
-    number = fields.raw.get("resample")
-    if number is not None and (not isinstance(number, int) or number not in range(6)):
-        raise fields.error(f"resample must be the number of a filter of Pillow, 0 to 5, not {show(number)}")
-    return {
-        "mean": mean,
-        "std": std,
-        "rescale": scale,
-        "resample": resample if number is None else number,
-    }
-
-
-def size_of(fields: Fields, key: str, names: tuple[str, ...], default: int, most: int) -> int:
-    """Return a number of the object `key`, under one of its names."""
-    size = Fields(fields.mapping(key) or {}, f"{fields.where}: {key}")
-    for name in names:
-        if size.raw.get(name) is not None:
-            return size.integer(name, most=most)
-    return default
-
-
-def token_text(files: VisionFiles, key: str, default: str) -> str:
-    """Return the text of a special token from tokenizer_config.json."""
-    value = files.tokenizer.raw.get(key)
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) and value else default
-
-
-def token_id(files: VisionFiles, default: int, *keys: str) -> int:
-    for key in keys:
-        if files.model.raw.get(key) is not None:
-            return files.model.integer(key)
-    return default
+    def share(self, ranks: int) -> "VisionShape":
+        """Return what each of the ranks in one memory counts of the tower, which the first of them has."""
+        numbers = ("params", "row", "patch_numbers", "row_bytes", "slice_numbers")
+        return replace(self, **{name: -(-getattr(self, name) // ranks) for name in numbers})

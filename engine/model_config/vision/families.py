@@ -13,11 +13,12 @@ from ...checkpoint.index import list_vision_tensors, refuse_undeclared
 from ...checkpoint.safetensors import TensorEntry, shown
 from ...errors import ModelError
 from ..fields import Fields, text_fields
-from .config import TowerConfig, VisionConfig, VisionFiles, VisionRule
-from .qwen import glm4v, glm_ocr, lfm3_vl, mistral3, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
-from .shape import NO_TOWER
-from .siglip import gemma3, gemma4, gemma4_unified, idefics3, lfm2_vl
-from .vit import internvl, llama4, llava
+from .config import NO_TOWER, TowerConfig, VisionConfig
+from .fields import VisionFields, VisionFiles, VisionRule
+from .gemma import gemma3, gemma4, gemma4_unified
+from .llava import lighton_ocr, llava, mistral3
+from .merged_patches import exaone4_5, glm4v, glm_ocr, lfm3_vl, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from .tiles import idefics3, internvl, lfm2_vl, llama4, minicpmv
 
 VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "mistral3": mistral3,
@@ -41,6 +42,9 @@ VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "glm46v": glm4v,
     "internvl": internvl,
     "llama4": llama4,
+    "minicpmv4_6": minicpmv,
+    "exaone4_5": exaone4_5,
+    "lighton_ocr": lighton_ocr,
 }
 _NESTED: Final = "image_processor"
 """Key of processor_config.json with what preprocessor_config.json has alone."""
@@ -90,43 +94,41 @@ def describe_vision(rule: VisionRule, model: Fields, rules: Mapping[str, Any], w
     """Return the vision part of a model by the content of its files: config.json, and `rules` of its image
     processor. Raises ModelError.
     """
-    text = text_fields(model)
-    files = VisionFiles(
-        model=model,
-        tower=Fields(model.mapping("vision_config") or {}, where),
-        processor=Fields(rules, where),
-        tokenizer=Fields({}, where),
-        text=text,
-        hidden_size=text.integer("hidden_size"),
-    )
-    vision = rule(files)
+    empty = Fields({}, where)
+    vision = rule(_files_of(model, where, VisionFields(rules, where), empty))
     return replace(vision, tensors=list_tower_tensors(vision.tower, vision.hidden_size))
 
 
-def _read_files(directory: Path, model: Fields) -> VisionFiles:
+def _files_of(model: Fields, tower: str, processor: VisionFields, tokenizer: Fields) -> VisionFiles:
+    """`tower`: name of `vision_config` in errors."""
     text = text_fields(model)
     return VisionFiles(
-        model=model,
-        tower=Fields(model.mapping("vision_config") or {}, f"{model.where}: vision_config"),
-        processor=_processor(directory),
-        tokenizer=_read(directory, "tokenizer_config.json"),
+        model=VisionFields(model.raw, model.where),
+        tower=VisionFields(model.mapping("vision_config") or {}, tower),
+        processor=processor,
+        tokenizer=tokenizer,
         text=text,
         hidden_size=text.integer("hidden_size"),
     )
 
 
-def _processor(directory: Path) -> Fields:
+def _read_files(directory: Path, model: Fields) -> VisionFiles:
+    tokenizer = _read(directory, "tokenizer_config.json")
+    return _files_of(model, f"{model.where}: vision_config", _processor(directory), tokenizer)
+
+
+def _processor(directory: Path) -> VisionFields:
     nested = _read(directory, "processor_config.json")
     own = nested.mapping(_NESTED)
     if own is not None:
-        return Fields(own, f"{nested.where}: {_NESTED}")
+        return VisionFields(own, f"{nested.where}: {_NESTED}")
     return _read(directory, "preprocessor_config.json")
 
 
-def _read(directory: Path, name: str) -> Fields:
+def _read(directory: Path, name: str) -> VisionFields:
     """Return the fields of a file; none where it does not exist. Raises ModelError."""
     file = directory / name
-    return Fields(read_json(file) if file.exists() else {}, str(file))
+    return VisionFields(read_json(file) if file.exists() else {}, str(file))
 
 
 Tensors = Iterator[tuple[str, tuple[int, ...]]]
@@ -206,8 +208,21 @@ def _tower_tensors(tower: TowerConfig) -> Tensors:
         for norm in (names.query_norm, names.key_norm):
             if norm and number not in tower.conv_layers:
                 yield f"{at}{norm}.weight", (hidden if tower.wide_norms else tower.head_dim,)
+    if names.window_merger:
+        yield from _window_merger_tensors(tower)
     if names.post_norm and tower.num_layers == tower.stored_layers:
         yield from _norm(names.post_norm, hidden, is_rms=rms)
+
+
+def _window_merger_tensors(tower: TowerConfig) -> Tensors:
+    names, hidden, at = tower.names, tower.hidden_size, f"{tower.names.window_merger}."
+    wide, inner = (size * tower.window_merge**2 for size in (hidden, tower.intermediate_size))
+    for name in (names.query, names.key, names.value, names.output):
+        yield from _linear(at + name, hidden, hidden, bias=True)
+    yield from _norm(at + names.norm1, hidden, is_rms=False)
+    yield from _norm(f"{at}pre_norm", wide, is_rms=False)
+    yield from _linear(f"{at}linear_1", inner, wide, bias=True)
+    yield from _linear(f"{at}linear_2", hidden, inner, bias=True)
 
 
 def _layer_linears(tower: TowerConfig, at: str, *, has_conv: bool) -> Tensors:
@@ -220,7 +235,8 @@ def _layer_linears(tower: TowerConfig, at: str, *, has_conv: bool) -> Tensors:
         yield from _linear(f"{module}.out_proj", hidden, hidden, bias=False)
     else:
         if names.stacked:
-            yield from _linear(at + names.stacked, 3 * hidden, hidden, bias=tower.attention_bias)
+            rows = sum(tower.head_counts) * tower.head_dim
+            yield from _linear(at + names.stacked, rows, hidden, bias=tower.attention_bias)
         else:
             attention = [names.query, names.key, names.value]
         for name, heads in zip(attention, tower.head_counts, strict=False):
@@ -272,6 +288,10 @@ def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
                 yield from _norm(f"{at}norm", merged, is_rms=False)
                 yield from _linear(f"{at}linear_fc1", merged, merged, bias=True)
                 yield from _linear(f"{at}linear_fc2", out, merged, bias=True)
+        case "minicpmv":
+            yield from _norm(norm, merged, is_rms=False)
+            yield from _linear(first, merged, merged, bias=True)
+            yield from _linear(second, out, merged, bias=True)
         case "lfm3_vl":
             yield from _norm(norm, hidden, is_rms=False)
             yield from _linear(first, inner, merged, bias=bias)

@@ -29,6 +29,7 @@ from .file import (
     PackedContent,
     PackedIndex,
     PackedOrigin,
+    note_verified,
     planned_bytes,
     read_index,
     write,
@@ -144,8 +145,6 @@ class PackedWeightCache:
         path = self._path(key)
         try:
             mapped = _mapped(path, key)
-            with contextlib.suppress(OSError):  # a folder that cannot be written to
-                os.utime(path)
         except FileNotFoundError:
             return None
         except DamagedPackedFile as damage:
@@ -304,7 +303,11 @@ def _mapped(path: Path, key: PackKey) -> MappedWeights:
         index = read_index(file)
         if index.key != key.digest():
             raise DamagedPackedFile("it is of other weights")
-        return MappedWeights(file, index)
+        mapped = MappedWeights(file, index)
+        with contextlib.suppress(OSError):  # a folder that cannot be written to
+            os.utime(file.fileno())
+            note_verified(file)
+        return mapped
 
 
 def _entry(path: Path) -> PackedCacheEntry:

@@ -1,4 +1,4 @@
-"""File format of packed weights: written once, memory-mapped for reading, verified before use.
+"""File format of packed weights: written once, memory-mapped for reading, verified when read from disk.
 
     data       items one after the other, each at a multiple of ALIGNMENT
     index      JSON: key, origin files, items, a hash of each CHUNK of the data
@@ -12,18 +12,23 @@ import contextlib
 import json
 import mmap
 import os
+import resource
 import struct
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 MAGIC = b"LLMBOXW1"
 TRAILER = struct.Struct("<8sQQ")
 ALIGNMENT = 4096
 CHUNK = 4 << 20
 MAX_INDEX = 64 << 20
+_VERIFIED: Final = "user.llmbox.verified"
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_POPULATE_READ: Final = 22
+"""MADV_POPULATE_READ of linux/mman.h, which Python 3.11 does not name."""
 
 
 def _digest(data: bytes | bytearray | memoryview) -> int:
@@ -192,11 +197,36 @@ def _index(raw: dict[str, Any]) -> PackedIndex:
     )
 
 
+def is_noted(file: Path | int, name: str, state: str = "") -> bool:
+    """Return whether `note` was called with the same arguments since the machine started."""
+    with contextlib.suppress(OSError, AttributeError):  # no such attribute, or a system without them
+        return os.getxattr(file, name) == _BOOT.read_bytes() + state.encode()
+    return False
+
+
+def note(file: Path | int, name: str, state: str = "") -> None:
+    """Note something beside a file, which holds until the machine restarts. A failure is ignored."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setxattr(file, name, _BOOT.read_bytes() + state.encode())
+
+
+def note_verified(file: BinaryIO) -> None:
+    """Note that a file was verified, as it is now. Later loads trust what of it is in the page cache."""
+    note(file.fileno(), _VERIFIED, _state(file))
+
+
+def _state(file: BinaryIO) -> str:
+    status = os.fstat(file.fileno())
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
 class MappedWeights:
     """Verified memory map of a file's data. The mapping lives as long as a view of it."""
 
     def __init__(self, file: BinaryIO, index: PackedIndex) -> None:
-        """Map and verify the file. Raises DamagedPackedFile, or OSError when memory is short."""
+        """Map the file, and verify it unless it is in the page cache and was verified since the machine
+        started. Raises DamagedPackedFile, or OSError when memory is short.
+        """
         self.index = index
         self.path = Path(file.name)
         self._items = {item.name: item for item in index.items}
@@ -204,6 +234,8 @@ class MappedWeights:
         with contextlib.suppress(OSError):  # a file system without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.memory = memoryview(memory)
+        if _is_in_memory(memory) and is_noted(file.fileno(), _VERIFIED, _state(file)):
+            return
         changed = [
             number for number, is_same in enumerate(_compare(self.memory, index.hashes)) if not is_same
         ]
@@ -212,6 +244,16 @@ class MappedWeights:
 
     def item(self, name: str) -> PackedItem | None:
         return self._items.get(name)
+
+
+def _is_in_memory(memory: mmap.mmap) -> bool:
+    """Map all pages of a file. False: some had to be read from disk, or the system cannot do this."""
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
+    try:
+        memory.madvise(_POPULATE_READ)
+    except (OSError, ValueError):  # before Linux 5.14; an empty mapping
+        return False
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_inblock == before
 
 
 def _compare(data: memoryview, hashes: Sequence[int]) -> list[bool]:

@@ -11,7 +11,6 @@ perhaps in another socket's memory, or in memory that a hypervisor backs with sm
 until they have been found fast once since the machine started.
 """
 
-import contextlib
 import ctypes
 import fcntl
 import logging
@@ -40,7 +39,7 @@ from ...distributed.communicator import SINGLE, TensorParallel
 from ...hardware.proc import at_exit
 from ..source import WeightRequest
 from .cache import PackedWeightCache, PackKey
-from .file import DamagedPackedFile, MappedWeights, PackedContent, PackedItem
+from .file import DamagedPackedFile, MappedWeights, PackedContent, PackedItem, is_noted, note
 
 SMALL = 64 << 20
 """Mapping size in bytes below which small pages do not matter."""
@@ -55,7 +54,6 @@ _PIECES = 16
 _PIECE = 4 << 20
 _HUGE = 2 << 20
 _SMAPS = Path("/proc/self/smaps")
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _FOUND_FAST = "user.llmbox.found_fast"
 
 log = logging.getLogger(__name__)
@@ -77,12 +75,12 @@ def in_huge_pages(mapped: Tensor, file: Path) -> tuple[Tensor, int]:
         if small is None:
             return copy_to_huge_pages(mapped), 0
         replaced = replace_pages(mapped, small)
-    if was_fast(file):
+    if is_noted(file, _FOUND_FAST):
         return mapped, mapped.nbytes - replaced
     if (speed := relative_speed(mapped)) < SPEED_ENOUGH:
         log.info("packed weights are copied: their pages are read at %.2f times the speed of new ones", speed)
         return copy_to_huge_pages(mapped), 0
-    note_fast(file)
+    note(file, _FOUND_FAST)
     return mapped, mapped.nbytes - replaced
 
 
@@ -156,19 +154,6 @@ def replace_pages(mapped: Tensor, ranges: Sequence[tuple[int, int]]) -> int:
 _FAILED: Final = ctypes.c_void_p(-1).value
 _MOVE_TO: Final = 3
 """MREMAP_MAYMOVE | MREMAP_FIXED"""
-
-
-def was_fast(file: Path) -> bool:
-    """Return whether the pages of a file were found fast since the machine started."""
-    with contextlib.suppress(OSError, AttributeError):  # no such attribute, or a system without them
-        return os.getxattr(file, _FOUND_FAST) == _BOOT.read_bytes()
-    return False
-
-
-def note_fast(file: Path) -> None:
-    """Note beside a file that its pages were found fast. Where that fails they are timed again."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setxattr(file, _FOUND_FAST, _BOOT.read_bytes())
 
 
 def relative_speed(mapped: Tensor) -> float:

@@ -48,6 +48,33 @@ class ExponentFactors(NamedTuple):
         return cls(scale / softcap, softcap * LOG2_E, sinks_H)
 
 
+class AttentionInputs(NamedTuple):
+    """Queries of a step, and what they attend to."""
+
+    q_THD: Tensor
+    cache: TritonKVCache
+    layer: int
+    plan: TritonAttentionMetadata
+    powers: ExponentFactors
+
+
+class TileLayout(NamedTuple):
+    """Tile of a program, its rows, and how many programs share the query heads of a KV head."""
+
+    tile: Tile
+    rows: int
+    parts: int
+
+    @classmethod
+    def of(cls, tile: Tile, q_THD: Tensor, cache: TritonKVCache) -> "TileLayout":
+        """Latents have one KV head for up to 128 query heads, more than registers hold sums for."""
+        group = q_THD.shape[1] // cache.k.shape[2]
+        if not cache.latent:
+            return cls(tile, max(tile.rows, power_of_two(group)), 1)
+        parts = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= tile.rows)
+        return cls(tile, tile.rows, parts)
+
+
 def attention(
     q_THD: Tensor,
     cache: TritonKVCache,
@@ -78,34 +105,28 @@ def attend_rows(
     out_THD = torch.empty((rows, heads, head_dim), dtype=q_THD.dtype, device=q_THD.device)
     # PyTorch's kernels have none of these.
     gathers = plan.sdpa and softcap is None and sinks_H is None and not cache.latent
-    powers = ExponentFactors.of(scale, softcap, sinks_H)
+    inputs = AttentionInputs(q_THD, cache, layer, plan, ExponentFactors.of(scale, softcap, sinks_H))
     eight = None
     if row_format is not None and fits_heads(row_format, head_dim) and not gathers:
         eight = Rows8.empty(rows, heads * head_dim, row_format, q_THD.device)
     result = Result(out_THD, eight, row_format)
     if plan.decoding:
-        decode(result, q_THD, cache, layer, plan, powers)
+        decode(result, inputs)
     if gathers:
         attend_gathered(out_THD, q_THD, cache, layer, plan.ragged, plan.decoding, scale)
     elif rows > plan.decoding:
-        prefill(result, q_THD, cache, layer, plan, powers)
+        prefill(result, inputs)
     return out_THD.flatten(1), eight
 
 
-def decode(
-    result: Result,
-    q_THD: Tensor,
-    cache: TritonKVCache,
-    layer: int,
-    plan: TritonAttentionMetadata,
-    powers: ExponentFactors,
-) -> None:
+def decode(result: Result, inputs: AttentionInputs) -> None:
     """Attend for the leading sequences of one row each, with split-K where they are few."""
+    q_THD, cache, _, plan, powers = inputs
     heads, head_dim = q_THD.shape[1], cache.value_dim
     pick = fixed_tile if plan.fixed else decode_tile
     tile = pick(q_THD.device, head_dim, q_THD.element_size(), cache.k.element_size())
-    parts, tile_rows = group_rows(tile, q_THD, cache)
-    programs = cache.k.shape[2] * parts
+    tiles = TileLayout.of(tile, q_THD, cache)
+    programs = cache.k.shape[2] * tiles.parts
     splits = num_splits(plan, programs, q_THD.device)
     pieces, sums = result, cache.k_scale
     if splits > 1:
@@ -113,62 +134,36 @@ def decode(
         pieces = Result(torch.empty((*size, head_dim), dtype=torch.float32, device=q_THD.device))
         sums = torch.empty((*size, 2), dtype=torch.float32, device=q_THD.device)
     grid = (programs, splits, plan.decoding)
-    launch(
-        grid, tile, tile_rows, parts, pieces, sums, q_THD, cache, layer, plan, powers, splits, decoding=True
-    )
+    launch(grid, tiles, pieces, sums, inputs, splits, decoding=True)
     if splits > 1:
         reduce_splits(result, pieces.out, sums, powers.sinks_H, fixed=plan.fixed)
 
 
-def prefill(
-    result: Result,
-    q_THD: Tensor,
-    cache: TritonKVCache,
-    layer: int,
-    plan: TritonAttentionMetadata,
-    powers: ExponentFactors,
-) -> None:
+def prefill(result: Result, inputs: AttentionInputs) -> None:
     """Attend for the sequences of several rows."""
+    q_THD, cache, _, plan, _ = inputs
     rows, heads, _ = q_THD.shape
     sizes = q_THD.device, cache.value_dim, q_THD.element_size()
     tile = fixed_tile(*sizes, cache.k.element_size()) if plan.fixed else prefill_tile(*sizes)
-    parts, tile_rows = group_rows(tile, q_THD, cache)
-    programs = cache.k.shape[2] * parts
-    tokens = tile_rows * programs // heads
+    tiles = TileLayout.of(tile, q_THD, cache)
+    programs = cache.k.shape[2] * tiles.parts
+    tokens = tiles.rows * programs // heads
     sequences = len(plan.ragged.query_lens) - plan.decoding
     grid = ((rows - plan.decoding) // tokens + sequences, programs)
-    sums = cache.k_scale
-    launch(grid, tile, tile_rows, parts, result, sums, q_THD, cache, layer, plan, powers, 1, decoding=False)
-
-
-def group_rows(tile: Tile, q_THD: Tensor, cache: TritonKVCache) -> tuple[int, int]:
-    """Return how many programs share the query heads of a KV head, and the rows of a tile.
-
-    Latents have one KV head for up to 128 query heads, more than registers hold sums for.
-    """
-    group = q_THD.shape[1] // cache.k.shape[2]
-    if not cache.latent:
-        return 1, max(tile.rows, power_of_two(group))
-    parts = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= tile.rows)
-    return parts, tile.rows
+    launch(grid, tiles, result, cache.k_scale, inputs, 1, decoding=False)
 
 
 def launch(
     grid: tuple[int, ...],
-    tile: Tile,
-    tile_rows: int,
-    parts: int,
+    tiles: TileLayout,
     result: Result,
     sums: Tensor,
-    q_THD: Tensor,
-    cache: TritonKVCache,
-    layer: int,
-    plan: TritonAttentionMetadata,
-    powers: ExponentFactors,
+    inputs: AttentionInputs,
     splits: int,
     *,
     decoding: bool,
 ) -> None:
+    q_THD, cache, layer, plan, powers = inputs
     ragged, spans_N = plan.ragged, None if decoding else plan.ragged.spans_N
     assert q_THD.stride(2) == 1
     head_dim, kv_heads, tail = cache.value_dim, cache.k.shape[2], q_THD.shape[2] - cache.value_dim
@@ -196,14 +191,14 @@ def launch(
         abs(plan.window or 0),
         splits,
         kv_heads,
-        GROUP=q_THD.shape[1] // kv_heads // parts,
-        PARTS=parts,
+        GROUP=q_THD.shape[1] // kv_heads // tiles.parts,
+        PARTS=tiles.parts,
         D=head_dim,
         D_PAD=max(16, power_of_two(head_dim)),
         TAIL=tail,
         TAIL_PAD=max(16, power_of_two(tail)),
-        ROWS=tile_rows,
-        COLUMNS=tile.columns,
+        ROWS=tiles.rows,
+        COLUMNS=tiles.tile.columns,
         PAGE=ragged.block_size,
         DECODING=decoding,
         SPLIT=splits > 1,
@@ -216,8 +211,8 @@ def launch(
         QuantizED=conversion_mode(cache, q_THD.dtype),
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         **result.constants(head_dim),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_warps=tiles.tile.warps,
+        num_stages=tiles.tile.stages,
         enable_fp_fusion=not plan.fixed,
     )
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from ...recurrent import RecurrentOps, ScanShape, ScanWeights
 from ...reference.recurrent import swap_heads
 from .chunked_scan import CHUNK, chunked_scan
-from .gates import gated_norm, mul_add, sigmoid_mul, silu_mul
+from .gates import gated_norm, mul_add, sigmoid_mul, silu_mul, softplus_mul
 from .scan import scan
 from .short_conv import StatePlace, short_conv
 
@@ -14,7 +14,9 @@ from .short_conv import StatePlace, short_conv
 def recurrent_ops(*, fixed: bool) -> RecurrentOps:
     """Return the operations. `fixed`: a state's bits never depend on how its sequence was cut into steps."""
     scans = scan if fixed else _scan
-    return RecurrentOps(short_conv, scans, gated_norm, sigmoid_mul, silu_mul, mul_add, swap_heads)
+    return RecurrentOps(
+        short_conv, scans, gated_norm, sigmoid_mul, silu_mul, softplus_mul, mul_add, swap_heads
+    )
 
 
 def _scan(rows: Tensor, gates: Tensor, weights: ScanWeights, shape: ScanShape, *place: *StatePlace) -> Tensor:

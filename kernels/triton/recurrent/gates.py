@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..linear.tile_config import power_of_two, warps_for
+from .scan import softplus
 
 BLOCK = 1024
 
@@ -60,28 +61,33 @@ def gated_norm_kernel(
 
 def sigmoid_mul(x_TF: Tensor, gate_TF: Tensor) -> Tensor:
     """Implement `RecurrentOps.sigmoid_mul` with a new tensor."""
-    return _multiply(x_TF, gate_TF, with_gate=False)
+    return _multiply(x_TF, gate_TF, "sigmoid")
 
 
 def silu_mul(x_TF: Tensor, gate_TF: Tensor) -> Tensor:
     """Implement `RecurrentOps.silu_mul` with a new tensor."""
-    return _multiply(x_TF, gate_TF, with_gate=True)
+    return _multiply(x_TF, gate_TF, "silu")
 
 
-def _multiply(x_TF: Tensor, gate_TF: Tensor, *, with_gate: bool) -> Tensor:
+def softplus_mul(x_TF: Tensor, gate_TF: Tensor) -> Tensor:
+    """Implement `RecurrentOps.softplus_mul` with a new tensor."""
+    return _multiply(x_TF, gate_TF, "softplus")
+
+
+def _multiply(x_TF: Tensor, gate_TF: Tensor, function: str) -> Tensor:
     rows, width = x_TF.shape
     assert x_TF.stride(1) == gate_TF.stride(1) == 1
     out_TF = torch.empty((rows, width), dtype=x_TF.dtype, device=x_TF.device)
     if rows:
-        sigmoid_mul_kernel[(rows, triton.cdiv(width, BLOCK))](
+        gate_rows_kernel[(rows, triton.cdiv(width, BLOCK))](
             out_TF, x_TF, gate_TF, x_TF.stride(0), gate_TF.stride(0),
-            WIDTH=width, BLOCK=BLOCK, WITH_GATE=with_gate, num_warps=4,
+            WIDTH=width, BLOCK=BLOCK, FUNCTION=function, num_warps=4,
         )  # fmt: skip
     return out_TF
 
 
 @triton.jit
-def sigmoid_mul_kernel(
+def gate_rows_kernel(
     out: tl.tensor,
     x: tl.tensor,
     gate: tl.tensor,
@@ -89,15 +95,17 @@ def sigmoid_mul_kernel(
     gate_row: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    WITH_GATE: tl.constexpr,
+    FUNCTION: tl.constexpr,
 ) -> None:
-    """Write x sigmoid(gate), times gate too WITH_GATE, for one tile of a row, float32."""
+    """Write x times the FUNCTION of gate for one tile of a row, float32."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     values = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
     gates = tl.load(gate + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
     share = 1.0 / (1.0 + tl.exp(-gates))
-    if WITH_GATE:
+    if FUNCTION == "softplus":
+        share = softplus(gates)
+    if FUNCTION == "silu":
         share *= gates
     tl.store(out + row * WIDTH + column, (values * share).to(out.dtype.element_ty), mask=inside)
 

@@ -44,6 +44,41 @@ def test_an_unknown_command_or_flag_is_exit_2(llmbox):
     assert llmbox("frobnicate")[0] == Exit.USAGE
     assert llmbox("ps", "--frobnicate")[0] == Exit.USAGE
     assert llmbox("logs", "-n", "x")[0] == Exit.USAGE
+    assert llmbox("logs", "-n", "9" * 30)[0] == Exit.USAGE
+
+
+def float_options(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield every command with each of its options that takes a number that need not be whole."""
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        if isinstance(command, click.Group):
+            yield from float_options(command, (*path, name))
+        elif command is not None:
+            for param in command.params:
+                if isinstance(param, click.Option) and isinstance(param.type, click.types.FloatParamType):
+                    missing = ("x" for each in command.params if each.required and each is not param)
+                    yield (*path, name, param.opts[0], "nan", *missing)
+
+
+def test_no_option_takes_nan(llmbox):
+    commands = list(float_options(cli))
+    assert len(commands) > 5
+    for command in commands:
+        code, _, err = llmbox(*command)
+        assert (code, "nan" in err) == (Exit.USAGE, True), command
+
+
+def test_a_component_without_lines_is_said_so(llmbox, tmp_path: Path):
+    log = tmp_path / "data" / "state" / "daemon.log"
+    log.parent.mkdir(parents=True)
+    log.write_text('{"time": 1.0, "level": "info", "component": "http", "message": "hello"}\n')
+    assert llmbox("logs", "--component", "htpt")[2].startswith("No line of htpt")
+    assert "hello" in llmbox("logs", "--component", "http")[1]
+
+
+def test_a_model_without_a_client_is_refused(llmbox):
+    code, _, err = llmbox("connect", "--model", "builtin")
+    assert (code, "llmbox connect CLIENT --model builtin" in err) == (Exit.USAGE, True)
 
 
 @pytest.mark.parametrize(

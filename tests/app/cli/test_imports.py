@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.__main__ import main
+from llmbox.app.cli.root import INTERRUPTED
+
 LARGE = {
     "torch", "numpy", "tokenizers", "huggingface_hub", "litestar", "uvicorn", "httpx", "textual",
     "sqlalchemy", "sqlmodel", "pydantic", "jinja2", "prometheus_client", "msgspec", "psutil",
@@ -44,3 +47,18 @@ def test_the_daemon_imports_no_torch():
         "textual",
         "httpx",
     }
+
+
+class Interrupts:
+    """Finder during whose search Ctrl-C arrives."""
+
+    def find_spec(self, *_: object) -> None:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_during_imports_ends_the_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(sys.modules, "llmbox.app.cli.root", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupts()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == INTERRUPTED

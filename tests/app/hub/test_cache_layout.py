@@ -96,3 +96,21 @@ def test_a_folder_without_models_is_named_with_the_reason(tmp_path: Path):
         find_adoptable(tmp_path)
     assert refused.value.exit == Exit.NOT_FOUND
     assert f"{tmp_path} has no model that can be served" in str(refused.value)
+
+
+def test_a_folder_of_another_user_beside_models_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("lost+found", "qwen"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").touch()
+    is_file, iterdir = Path.is_file, Path.iterdir
+
+    def deny(path: Path) -> None:  # root, as whom tests may run, is denied nothing
+        if "lost+found" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", lambda path: deny(path) or is_file(path))
+    monkeypatch.setattr(Path, "iterdir", lambda path: deny(path) or iterdir(path))
+    assert [each.name for each in find_adoptable(tmp_path, tmp_path / "home")] == ["qwen"]

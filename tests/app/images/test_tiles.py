@@ -9,7 +9,7 @@ import pytest
 
 from llmbox.app.sandbox.image_worker import make_tiles
 from llmbox.engine.model_config.vision.config import VisionConfig
-from llmbox.engine.model_config.vision.shape import ImageSizeError, lay_out_image
+from llmbox.engine.model_config.vision.layout import ImageSizeError, lay_out_image
 from support.tiny_models import write_json
 from support.vision_models import TEXT, draw_picture, read_vision
 
@@ -116,6 +116,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "image_std": [0.229, 0.224, 0.225],
         },
     },
+    "minicpmv4_6": {
+        "model": {"vision_config": {"patch_size": 14, "image_size": 980}, "insert_layer_id": 6},
+        "processor": {"image_processor_type": "MiniCPMV4_6ImageProcessor"},
+    },
     "llava with CLIP": {
         "model": {"model_type": "llava", "vision_config": CLIP_LARGE},
         "processor": {
@@ -164,6 +168,8 @@ def tiles_of_transformers(directory: Path, vision: VisionConfig, picture: Any) -
         shape = (rows // merge, columns // merge, merge, merge, 3, frames, side, side)
         values = values.reshape(shape)[:, :, :, :, :, 0].transpose(4, 0, 2, 5, 1, 3, 6)
         values = values.reshape(1, 3, rows * side, columns * side)
+    elif "target_sizes" in found:
+        return tiles_of_stream(vision, values[0], found["target_sizes"])
     elif "image_position_ids" in found:
         side, places = math.isqrt(values.shape[-1] // 3), found["image_position_ids"][0]
         rows, columns = places[:, 1].max() + 1, places[:, 0].max() + 1
@@ -174,6 +180,17 @@ def tiles_of_transformers(directory: Path, vision: VisionConfig, picture: Any) -
     mean, std = (np.array(each).reshape(3, 1, 1) for each in (vision.processor.mean, vision.processor.std))
     levels = (values * std + mean) * 255
     return [np.rint(tile).astype(int).transpose(1, 2, 0) for tile in levels]
+
+
+def tiles_of_stream(vision: VisionConfig, stream: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+    """Return tiles of levels from patches side by side, [3, side, side of all patches] (MiniCPM-V)."""
+    mean, std = (np.array(each).reshape(3, 1, 1) for each in (vision.processor.mean, vision.processor.std))
+    levels, side, tiles = (stream * std + mean) * 255, vision.tower.patch_size, []
+    for rows, columns in sizes:
+        part, levels = np.split(levels, [rows * columns * side], axis=2)
+        patches = part.reshape(3, side, rows, columns, side).transpose(2, 1, 3, 4, 0)
+        tiles.append(np.rint(patches.reshape(rows * side, columns * side, 3)).astype(int))
+    return tiles
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,19 @@ def test_codex_is_told_the_window_of_its_model(call: Call):
     assert "model_context_window = 32768" in call("connect", "codex", client=ready).out
     other = call("connect", "codex", "--model", "org/other", client=ready)
     assert (other.code, "model_context_window" in other.out) == (0, False)
+
+
+@pytest.mark.parametrize(("context", "longest"), [(4096, 1024), (65536, 8192), (None, 8192)])
+def test_answers_of_claude_code_fit_the_context(context: int | None, longest: int):
+    settings = GUIDES["claude"].settings
+    assert settings is not None
+    told = settings(replace(at(), contexts={} if context is None else {"m": context}))
+    assert told["env"]["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == str(longest)
+
+
+def test_an_assistant_that_is_no_client_is_shown_its_command(call: Call):
+    done = call("connect", "cursor")
+    assert (done.code, "llmbox connect mcp cursor" in done.err) == (Exit.USAGE, True)
 
 
 def test_unknown_clients_models_and_writes_without_a_file(call: Call):

@@ -68,8 +68,8 @@ def test_the_config_describes_the_published_number_of_parameters(model):
     tower = sum(map(prod, config.vision.tensors.values())) if config.vision else 0
     assert config.num_parameters + tower + model.unused == model.params
     assert model.unused < 0.07 * model.params
-    assert (config.vision is not None and not config.image_problem) is model.reads_pictures
-    assert model.reads_pictures or model.purpose != "vision"
+    assert (config.vision is not None and not config.image_problem) is model.reads_images
+    assert model.reads_images or model.purpose != "vision"
 
 
 def test_names_are_unique_and_each_family_has_one_default():

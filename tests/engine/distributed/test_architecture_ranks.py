@@ -45,6 +45,12 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
         ("jamba", {}, {"tp": 2, "pp": 2}),
         ("bailing_hybrid", {}, {"tp": 2, "pp": 2}),
         ("mistral4", {}, {"tp": 2, "pp": 2}),
+        ("axk1", {}, {"tp": 2, "pp": 2}),
+        ("deepseek_v32", {}, {"tp": 2, "pp": 2}),
+        ("glm_moe_dsa", {}, {"tp": 2}),
+        ("cohere2_moe", {}, {"tp": 2}),
+        ("laguna", {}, {"tp": 2, "pp": 2}),
+        ("mimo_v2_flash", {}, {"tp": 2, "pp": 2}),
         ("gpt2", {}, {"tp": 2, "pp": 2}),
         ("gpt_neox", {}, {"tp": 2}),
         ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, {"tp": 2, "pp": 2}),
@@ -84,7 +90,7 @@ def test_norms_over_all_heads_are_not_cut(tmp_path: Path, arch: str) -> None:
 NOT_CUT = {
     "olmo2": "tp", "olmo3": "tp", "olmoe": "tp", "flex_olmo": "tp", "olmo_hybrid": "tp", "minimax_m2": "tp",
     "bitnet": "tp",
-    "gemma4_text": "pp", "gemma3n_text": "pp",
+    "gemma4_text": "pp", "gemma3n_text": "pp", "glm_moe_dsa": "pp",
 }  # fmt: skip
 """Families that cannot be cut one way: norms over all heads, or layers that share keys and values."""
 

@@ -31,6 +31,7 @@ from support.gguf_projectors import (
     add_image_token,
     make_seeing_model,
     write_mmproj,
+    write_ollama_gemma3,
     write_seeing_gguf,
 )
 from support.real_engines import ask, load, tokens
@@ -105,6 +106,22 @@ def test_embeddings_and_tokens_are_those_of_the_checkpoint(
     request = replace(ask("a", prompt, 8), images=[image])
     answers = [tokens(load(each, dtype="float32", context=512), [request]) for each in (folder, source)]
     assert answers[0] == answers[1]
+
+
+def test_a_file_of_ollama_has_its_tower_inside(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    scaled = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}  # as published, but not in the file
+    local = {"rope_type": "default", "rope_theta": 1e4}
+    make_seeing_model(source, "gemma3", rope={"full_attention": scaled, "sliding_attention": local})
+    file = write_ollama_gemma3(source, tmp_path / "sha256-12")
+    folder = folder_of(file, tmp_path / "home")
+    ours, theirs = encoder_of(folder), encoder_of(source)
+    torch.testing.assert_close(encode(ours, 50, 40), encode(theirs, 50, 40), rtol=1e-5, atol=1e-5)
+    request = ask("a", [20, 21, 22, 23, *range(30, 60)], 8)
+    answers = [tokens(load(each, dtype="float32", context=512), [request]) for each in (folder, source)]
+    assert answers[0] == answers[1]
+    blind = folder_with_projector(file, NO_PROJECTOR, tmp_path / "home")
+    assert "--mmproj none" in find_vision(blind)[1]
 
 
 @pytest.mark.parametrize("width", ["F16", "Q8_0"])

@@ -24,6 +24,7 @@ from support.families import (
     LATENT,
     MOE,
     SIBLINGS,
+    SPARSE,
     make_family,
     randomize,
     spell_as_before,
@@ -62,6 +63,17 @@ GPT_VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gpt_bigcode", {"multi_query": False}),
     ("cohere", {"use_qk_norm": True}),
     ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
+    (
+        "cohere2_moe",
+        {
+            "expert_selection_fn": "sigmoid",
+            "shared_expert_combination_strategy": "sum",
+            "rms_norm_eps": 1e-5,
+            "prefix_dense_sliding_window_pattern": 2,
+        },
+    ),
+    ("laguna", {"gating": "per-element", "num_attention_heads_per_layer": None}),
+    ("mimo_v2_flash", {"attention_bias": True, "attention_value_scale": None}),
 ]
 
 
@@ -297,6 +309,36 @@ def test_default_configs_of_transformers_are_read(tmp_path: Path) -> None:
         assert parse_config(tmp_path).num_layers > 0, kind
 
 
+def test_a_mimo_v2_as_it_was_published(tmp_path: Path) -> None:
+    """Its files name layers by 0 and 1, and have a key for each kind of layer."""
+    model = make_family(tmp_path, "mimo_v2_flash", routed_scaling_factor=1.0)
+    config, raw = parse_config(model), json.loads((model / "config.json").read_text())
+    ropes = raw.pop("rope_parameters")
+    raw |= {"rope_theta": ropes["full_attention"]["rope_theta"], "partial_rotary_factor": 0.334}
+    raw |= {"swa_rope_theta": ropes["sliding_attention"]["rope_theta"], "swa_num_key_value_heads": 4}
+    raw |= {"hybrid_layer_pattern": [int("slid" in kind) for kind in raw.pop("layer_types")]}
+    raw |= {"moe_layer_freq": [int(kind == "sparse") for kind in raw.pop("mlp_layer_types")]}
+    raw |= {"sliding_window_size": raw.pop("sliding_window") - 1, "routed_scaling_factor": None}
+    raw |= {"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}
+    raw["auto_map"] = {"AutoModelForCausalLM": "modeling_mimo_v2_flash.MiMoV2FlashForCausalLM"}
+    (model / "config.json").write_text(json.dumps(raw))
+    assert parse_config(model) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("ZayaForCausalLM", "convolutions of queries and keys"),
+        ("Step3p7ForConditionalGeneration", "limits of gates that differ between layers"),
+        ("MistralLarge4ForConditionalGeneration", "latents that layers share"),
+        ("AXK2ForCausalLM", "attention gated by latents of queries"),
+    ],
+)
+def test_a_known_architecture_is_refused_with_what_is_missing(tmp_path: Path, name: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=f"architecture {name} is not supported: it needs .*{reason}"):
+        written(tmp_path, name)
+
+
 HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
 
 
@@ -318,6 +360,16 @@ HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
         ("GPT2LMHeadModel", {"scale_attn_weights": False}, "scale_attn_weights False is not supported"),
         ("PhiForCausalLM", {"qk_layernorm": True}, "qk_layernorm True is not supported"),
         ("PhiForCausalLM", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported, only 'gelu'"),
+        ("LagunaForCausalLM", {"gating": "per-row"}, "gating 'per-row' is not supported"),
+        ("LagunaForCausalLM", {"num_attention_heads_per_layer": [3, 4]}, "must have 2 multiples of"),
+        ("LagunaForCausalLM", {"rope_parameters": {"slow": {}}}, "must have an entry for full_attention"),
+        ("MiMoV2FlashForCausalLM", {"swa_head_dim": 8}, "swa_head_dim is not supported"),
+        ("MiMoV2FlashForCausalLM", {"moe_layer_freq": 1}, "moe_layer_freq must have a 0 or a 1"),
+        ("Cohere2MoeForCausalLM", {"expert_selection_fn": "top"}, "expert_selection_fn 'top' with"),
+        ("Cohere2MoeForCausalLM", {"first_k_dense_replace": 9}, "first_k_dense_replace 9 must be from 0"),
+        ("DeepseekV32ForCausalLM", SPARSE | {"q_lora_rank": None}, "q_lora_rank is missing"),
+        ("DeepseekV32ForCausalLM", SPARSE | {"index_head_dim": 8}, "index_head_dim 8 must be more than"),
+        ("GlmMoeDsaForCausalLM", SPARSE | {"indexer_types": ["shared", "full"]}, "the first one full"),
         ("AfmoeForCausalLM", {"score_func": "softmax"}, "score_func 'softmax' is not supported of an AFMoE"),
         ("AfmoeForCausalLM", {"route_norm": False}, "route_norm False is not supported of an AFMoE"),
         ("HyperCLOVAXForCausalLM", {"use_post_norm": False}, "use_post_norm false is not supported"),

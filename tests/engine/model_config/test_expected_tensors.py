@@ -133,6 +133,9 @@ CLAIMS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }
 MISSING = {
+    "deepseek_v32": "layers.1.self_attn.indexer.k_norm.bias",
+    "mimo_v2_flash": "layers.1.self_attn.attention_sink_bias",
+    "axk1": "layers.1.post_mlp_layernorm.weight",
     "qwen3_5_text": "linear_attn.dt_bias",
     "qwen3_next": "linear_attn.in_proj_ba.weight",
     "lfm2": "conv.out_proj.weight",

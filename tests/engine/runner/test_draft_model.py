@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.speculation.model_drafting import ModelDrafting
 from llmbox.engine.errors import DeviceError, ModelError
+from llmbox.engine.hardware.proc import finish
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.planning.runnable import require_draft_for
 from llmbox.engine.sampling_params import ThinkingParams
@@ -141,6 +142,29 @@ def test_a_model_that_drafts_for_itself_is_always_right(model):
     assert counts.draft_tokens == counts.accepted_tokens > 60
 
 
+@pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}], ids=["shards", "stages"])
+@pytest.mark.slow
+def test_on_several_ranks_the_first_one_drafts(model, near, ranks):
+    """For requests of several steps that are under way, and with the masks of grammars. Its memory is planned
+    once, not for each rank.
+    """
+    options, requests = {"kv_tokens": 512, "max_running": 4, **ranks}, mixed()
+    plain = engine_with(model, **options)
+    expected = run(plain, requests)
+    engine = without_lookups(engine_with(model, near, **options))
+    seen = run(engine, requests)
+    finish()
+    for request in requests:
+        assert told(seen[request.request_id]) == told(expected[request.request_id]), request
+    engine._scheduler.check()
+    counts = engine.stats().draft_methods["draft_model"]
+    assert counts.draft_tokens > counts.accepted_tokens > 0
+    alone, both = (engine_with(model, each, kv_tokens=512).info for each in (None, near))
+    own = both.weights_bytes - alone.weights_bytes
+    assert 0 <= engine.info.weights_bytes - plain.info.weights_bytes - own < 2
+    assert len(engine.info.worker_pids) == 1
+
+
 def without_lookups(engine):
     engine._scheduler.drafting._take_lookups = lambda *_others: None
     return engine
@@ -209,7 +233,6 @@ def test_a_draft_without_a_token_proposes_none(model, near):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"tp": 2}, "a draft model was requested, but the model runs on 2 ranks.*without --draft"),
         ({"speculate": "off"}, "a draft model cannot be combined with --speculate off"),
     ],
 )

@@ -22,6 +22,11 @@ from support.vision_models import (
 IMAGE = 10
 SIZES = [(50, 40), (131, 70)]
 MANY = 12
+WITHOUT_TOKEN_TYPES = {
+    *("mistral3", "llava", "idefics3", "lfm2_vl", "internvl", "llama4"),
+    *("lighton_ocr", "minicpmv4_6", "exaone4_5"),
+}
+"""Models whose `forward` takes no types of tokens."""
 
 
 def prompt_with(directory: Path) -> tuple[AddRequest, list[Any]]:
@@ -51,7 +56,7 @@ def tokens_of_transformers(model: Any, ids: list[int], inputs: dict[str, Any]) -
         all_ids = torch.tensor([ids])
         kinds = (all_ids == IMAGE).int()
         extra = {"token_type_ids" if "gemma3" in model.config.model_type else "mm_token_type_ids": kinds}
-        if model.config.model_type in {"mistral3", "llava", "idefics3", "lfm2_vl", "internvl", "llama4"}:
+        if model.config.model_type in WITHOUT_TOKEN_TYPES:
             extra = {}
         if model.config.model_type == "gemma4_unified":
             extra = {"attention_mask": masks_of_generate(model, all_ids, kinds)}

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from llmbox.engine.checkpoint.safetensors import ShardSlice
 from llmbox.engine.errors import ModelError
 from llmbox.engine.executor import rank_engine as loader
 from llmbox.engine.model_config.config import parse_config
-from llmbox.engine.partition import ShardSlice
 from llmbox.engine.weights.checkpoint import Checkpoint
 from llmbox.engine.weights.source import WeightRequest
 from llmbox.kernels.ops import Ops

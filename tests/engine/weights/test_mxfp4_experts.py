@@ -11,9 +11,8 @@ from llmbox.engine.checkpoint.formats.floats import split_experts
 from llmbox.engine.checkpoint.formats.registry import read_weight_format
 from llmbox.engine.checkpoint.formats.weight_format import check_tensors
 from llmbox.engine.checkpoint.index import list_tensors
-from llmbox.engine.checkpoint.safetensors import TensorEntry
+from llmbox.engine.checkpoint.safetensors import ShardSlice, TensorEntry
 from llmbox.engine.errors import ModelError
-from llmbox.engine.partition import ShardSlice
 from llmbox.engine.weights.checkpoint import Checkpoint
 from llmbox.engine.weights.source import WeightRequest
 from llmbox.kernels.dispatch import native_ready

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llmbox.engine.checkpoint.quantized_layout import format_of
+from llmbox.engine.checkpoint.safetensors import ShardSlice
 from llmbox.engine.errors import DeviceError, ModelError, ParallelError
 from llmbox.engine.executor import rank_engine as loader
 from llmbox.engine.model_config.config import parse_config
-from llmbox.engine.partition import ShardSlice
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.engine.weights.checkpoint import Checkpoint
 from llmbox.engine.weights.source import WeightRequest

@@ -395,7 +395,7 @@ void check_recurrent(int dtype, int heads, int group, int keys, int values) {
     const int row = heads * values;
     for (int first : {0, 1})
         run(llmbox_gated_norm_op(dtype, x.data(), row, gate.data(), row, static_cast<float*>(weight.data()), heads, values, 1e-6f, first, out.data()), step);
-    for (int with_gate : {0, 1}) run(llmbox_sigmoid_mul_op(dtype, with_gate, x.data(), row, gate.data(), row, row), step);
+    for (int function : {0, 1, 2}) run(llmbox_gate_rows_op(dtype, function, x.data(), row, gate.data(), row, row), step);
     must_be_finite(out, "gated norm"), must_be_finite(x, "sigmoid");
     out.poison();
     for (const void* added : {static_cast<const void*>(nullptr), static_cast<const void*>(gate.data())})

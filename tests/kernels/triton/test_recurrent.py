@@ -128,7 +128,7 @@ def test_gates(dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours.gated_norm(*arguments), exact, **TOLERANCE[dtype])
     flat, wide = x.flatten(1), layer.randn(3, 100).to(dtype)[:, 40:]
     before = flat.clone()
-    for name in ("sigmoid_mul", "silu_mul"):
+    for name in ("sigmoid_mul", "silu_mul", "softplus_mul"):
         exact = getattr(theirs, name)(flat, wide)
         torch.testing.assert_close(getattr(ours, name)(flat, wide), exact, **TOLERANCE[dtype])
     assert torch.equal(flat, before), "8-bit rows may be known of it"

@@ -37,7 +37,7 @@ SHRINK_NOISE = """async () => {
   [canvas.width, canvas.height] = [1024, 1024];
   canvas.getContext("2d").putImageData(pixels, 0, 0);
   const file = await new Promise((done) => canvas.toBlob(done, "image/png"));
-  return (await new Attachments("", () => "").picture(file)).image.length;
+  return (await new Attachments("", () => "").image(file)).image.length;
 }"""
 TEXT = """# Heading
 

@@ -8,7 +8,7 @@ from llmbox.app.config.settings import SECTIONS, schema
 from llmbox.app.telemetry.snapshot import NA, Totals
 from llmbox.engine.ipc.messages import DraftCounts
 from llmbox.ui.web.pages.settings import SECTION_TITLES, TITLES
-from llmbox.ui.web.render import NONE, environment, percent
+from llmbox.ui.web.render import NONE, ago, environment, percent
 from support.snapshots import blocks, engine, idle_tick, tick
 
 
@@ -30,6 +30,14 @@ def piece(name: str, **values) -> str:
 )
 def test_a_small_share_is_not_called_nothing(share, said):
     assert percent(share) == said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0, "1 s ago"), (55, "55 s ago"), (65, "1 min 5 s ago"), (4000, "1 h 6 min ago")]
+)
+def test_times_past_are_whole_seconds(seconds, said, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("time.time", lambda: 10_000.0)
+    assert ago(10_000.0 - seconds) == said
 
 
 def test_a_box_without_work_is_idle_instead_of_slow():

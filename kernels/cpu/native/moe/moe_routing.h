@@ -38,7 +38,7 @@ inline void choose_experts(
 
 // How a row chooses where its scores are no plain softmax: as `Routing` in kernels/op_types.py.
 struct Routing {
-    int32_t sigmoid;  // scores, in place of a softmax
+    int32_t scoring;  // 0: a softmax, 1: sigmoids, 2: sigmoids, and logits choose
     int32_t groups, top_groups, group_best;
     float scale;
     float jitter;             // of SparseMixer, in place of a softmax over all; 0: none
@@ -46,7 +46,7 @@ struct Routing {
     const float* factors;     // of each expert's share, at last; may be null
     int32_t scales_inputs;    // shares multiply what experts read, not what they give
 
-    bool plain() const { return !sigmoid && groups == 1 && !correction && jitter == 0; }
+    bool plain() const { return !scoring && groups == 1 && !correction && jitter == 0; }
 };
 
 // Leaves -infinity in `scores` outside the best groups. `scratch` has room for two numbers an expert.
@@ -75,14 +75,15 @@ inline void choose_by_rule(const float* logits, int experts, int count, bool nor
     for (int i = 1; i < experts; i++) most = std::max(most, logits[i]);
     for (int i = 0; i < experts; i += LANES) {
         const Floats x = load(logits + i, experts - i), one = splat(1.f);
-        const Floats e = exp_negative(by.sigmoid ? -abs(x) : x - splat(most));
-        store(scores + i, by.sigmoid ? (x < splat(0.f) ? e : one) / (one + e) : e, experts - i);
+        const Floats e = exp_negative(by.scoring ? -abs(x) : x - splat(most));
+        store(scores + i, by.scoring ? (x < splat(0.f) ? e : one) / (one + e) : e, experts - i);
     }
     float total = 0;
-    for (int i = 0; !by.sigmoid && i < experts; i++) total += scores[i];
+    for (int i = 0; !by.scoring && i < experts; i++) total += scores[i];
     for (int i = 0; i < experts; i++) {
-        if (!by.sigmoid) scores[i] /= total;
-        chosen_by[i] = by.correction ? scores[i] + by.correction[i] : scores[i];
+        if (!by.scoring) scores[i] /= total;
+        chosen_by[i] = by.scoring == 2 ? logits[i] : scores[i];
+        if (by.correction) chosen_by[i] += by.correction[i];
     }
     if (by.groups > 1) keep_best_groups(chosen_by, experts, by, scratch + 2 * experts);
     choose_largest(chosen_by, experts, count, chosen);

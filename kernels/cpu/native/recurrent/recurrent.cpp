@@ -41,13 +41,16 @@ Op* llmbox_gated_norm_op(int dtype, const void* x, int64_t x_stride, const void*
     });
 }
 
-Op* llmbox_sigmoid_mul_op(int dtype, int with_gate, void* x, int64_t x_stride, const void* gate, int64_t gate_stride,
-                          int width) {
+Op* llmbox_gate_rows_op(int dtype, int function, void* x, int64_t x_stride, const void* gate, int64_t gate_stride, int width) {
     return with_type(dtype, [&]<class E>(E) -> Op* {
         using T = typename E::Element;
         const T* by = static_cast<const T*>(gate);
-        if (with_gate) return new SigmoidMulOp<T, true>(static_cast<T*>(x), x_stride, by, gate_stride, width);
-        return new SigmoidMulOp<T, false>(static_cast<T*>(x), x_stride, by, gate_stride, width);
+        T* rows = static_cast<T*>(x);
+        switch (Gate(function)) {
+            case Gate::SILU: return new GateRowsOp<T, Gate::SILU>(rows, x_stride, by, gate_stride, width);
+            case Gate::SOFTPLUS: return new GateRowsOp<T, Gate::SOFTPLUS>(rows, x_stride, by, gate_stride, width);
+            default: return new GateRowsOp<T, Gate::SIGMOID>(rows, x_stride, by, gate_stride, width);
+        }
     });
 }
 

@@ -342,10 +342,12 @@ private:
     T* out_;
 };
 
-// x *= sigmoid(gate), with SILU times gate too; rows of `width` numbers.
-template <class T, bool WITH_GATE> class SigmoidMulOp : public Op {
+enum class Gate { SIGMOID, SILU, SOFTPLUS };
+
+// x *= gate by one of these functions; rows of `width` numbers.
+template <class T, Gate GATE> class GateRowsOp : public Op {
 public:
-    SigmoidMulOp(T* x, int64_t x_stride, const T* gate, int64_t gate_stride, int width)
+    GateRowsOp(T* x, int64_t x_stride, const T* gate, int64_t gate_stride, int width)
         : x_(x), x_stride_(x_stride), gate_(gate), gate_stride_(gate_stride), width_(width) {}
 
     void run(const Step& step, Member& member) override {
@@ -353,8 +355,8 @@ public:
             T* x = x_ + row * x_stride_ + begin;
             const T* gate = gate_ + row * gate_stride_ + begin;
             for (int i = 0; i < count; i += LANES) {
-                const Floats g = load(gate + i, count - i), share = sigmoid(g);
-                store(x + i, load(x + i, count - i) * (WITH_GATE ? share * g : share), count - i);
+                const Floats g = load(gate + i, count - i), share = GATE == Gate::SOFTPLUS ? softplus(g) : sigmoid(g);
+                store(x + i, load(x + i, count - i) * (GATE == Gate::SILU ? share * g : share), count - i);
             }
         });
     }

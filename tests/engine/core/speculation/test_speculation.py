@@ -224,11 +224,6 @@ def test_ranks_verify_drafts_as_one_process_does(tmp_path, arch, ranks):
     engine._scheduler.check()
 
 
-def test_ranks_refuse_draft_models(model):
-    with pytest.raises(DeviceError, match="a draft model was requested, but the model runs on 2 ranks"):
-        load(model, tp=2, draft_path=str(model))
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [({"pp": 2, "overlap": True}, "launch steps ahead"), ({}, "may compute a row differently")],

@@ -9,7 +9,7 @@ import pytest
 
 from llmbox.engine.model_config.vision.config import VisionConfig
 from llmbox.engine.model_config.vision.families import VISION_FAMILIES, find_vision
-from llmbox.engine.model_config.vision.shape import ImageSizeError, lay_out_image
+from llmbox.engine.model_config.vision.layout import ImageSizeError, lay_out_image
 from support.tiny_models import write_json
 from support.vision_models import MODELS, TEXT, read_vision
 
@@ -64,7 +64,7 @@ def test_texts_around_image_tokens(tmp_path: Path) -> None:
         layout = lay_out_image(scanning, *size)
         stub = SimpleNamespace(full_image_sequence=gemma)
         assert layout.text == Gemma3Processor.replace_image_token(stub, {"num_crops": [count]}, 0)
-        assert (layout.num_rows, len(layout.tiles), layout.pictures) == (9 * (count + 1), *[count + 1] * 2)
+        assert (layout.num_rows, len(layout.tiles), layout.images) == (9 * (count + 1), *[count + 1] * 2)
         assert lay_out_image(scanning, *size, low_detail=True).text == gemma
     intern = read(tmp_path, "internvl")
     for size, tiles in (((90, 60), 7), ((100, 90), 5), ((47, 47), 1), ((9, 900), 7)):
@@ -72,6 +72,11 @@ def test_texts_around_image_tokens(tmp_path: Path) -> None:
         assert layout.text == f"<img>{'<IMG_CONTEXT>' * 9 * tiles}</img>"
         assert len(layout.tiles) == tiles
     assert lay_out_image(intern, 9, 900, low_detail=True).num_rows == 9
+    mini, pad = read(tmp_path, "minicpmv4_6"), "<|image_pad|>" * 4
+    assert lay_out_image(mini, 120, 60, low_detail=True).text == f"<image>{'<|image_pad|>' * 3}</image>"
+    assert lay_out_image(mini, 120, 60).text.endswith(f"</image><slice>{pad}</slice><slice>{pad}</slice>")
+    assert lay_out_image(mini, 60, 120).text.endswith(f"<slice>{pad}</slice>\n<slice>{pad}</slice>")
+    assert mini.number_text(3) == "<image_id>3</image_id>"
     lfm = lay_out_image(read(tmp_path, "lfm2_vl"), 300, 150)
     assert lfm.tile_grid == (1, 2)
     tile = "<image>" * 16
@@ -194,6 +199,10 @@ def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
         ("llava_clip", {}, {"do_center_crop": False}, "do_center_crop false with shortest_edge"),
         ("llava_clip", {}, {"do_pad": True}, "do_pad true is not supported"),
         ("gemma4", {"num_key_value_heads": 1}, {}, "num_key_value_heads"),
+        ("minicpmv4_6", {"window_kernel_size": [4, 4]}, {}, "squares of 2 x 2"),
+        ("minicpmv4_6", {}, {"downsample_mode": "4x"}, "downsample_mode '4x' is not supported, only 16x"),
+        ("minicpmv4_6", {}, {"scale_resolution": 16}, "scale_resolution 16 is less than 32"),
+        ("exaone4_5", {"num_key_value_heads": 3}, {}, "4 heads cannot share 3 of keys"),
         ("glm_ocr", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, {}, "not supported for"),
     ],
 )

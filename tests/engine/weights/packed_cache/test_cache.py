@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmbox.engine.weights.packed_cache import file as file_format
 from llmbox.engine.weights.packed_cache.cache import PackedWeightCache, PackKey
 from llmbox.engine.weights.packed_cache.file import (
     CHUNK,
@@ -130,6 +132,42 @@ def test_any_changed_or_missing_byte_is_noticed(cache: PackedWeightCache, model:
         assert cache.find(key) is None
     assert cache.store(key, stored)
     assert cache.find(key) is not None
+
+
+def test_a_file_in_the_page_cache_is_verified_once_for_as_long_as_nobody_changes_it(
+    cache: PackedWeightCache, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes, compared = dict[str, bytes](), list[int]()
+    boot = tmp_path / "boot_id"
+    boot.write_text("first")
+    monkeypatch.setattr(file_format, "_BOOT", boot)
+    monkeypatch.setattr(os, "getxattr", lambda _file, name: notes[name] if name in notes else absent())
+    monkeypatch.setattr(os, "setxattr", lambda _file, name, value: notes.update({name: value}))
+
+    def absent() -> bytes:
+        raise OSError
+
+    def compare(data: memoryview, hashes: Sequence[int]) -> list[bool]:
+        compared.append(len(hashes))
+        return file_format_compare(data, hashes)
+
+    file_format_compare = file_format._compare
+    monkeypatch.setattr(file_format, "_compare", compare)
+    monkeypatch.setattr(file_format, "_is_in_memory", lambda _: is_in_memory)
+    is_in_memory = True
+    key = key_of(model)
+    cache.store(key, contents(3000, 9000))
+    assert [cache.find(key) is not None and len(compared) for _ in range(3)] == [1, 1, 1]
+    is_in_memory = False  # some of it came from the disk
+    assert cache.find(key) is not None
+    assert len(compared) == 2
+    is_in_memory = True
+    boot.write_text("second")
+    assert [cache.find(key) is not None and len(compared) for _ in range(2)] == [3, 3]
+    with only_file(cache).open("r+b") as file:
+        file.write(b"changed")
+    assert cache.find(key) is None
+    assert len(compared) == 4
 
 
 @settings(max_examples=examples(60))

@@ -12,6 +12,7 @@ import torch
 
 from llmbox.engine.checkpoint.tensor_io import bytes_of
 from llmbox.engine.core.engine import Engine
+from llmbox.engine.weights.packed_cache import file as packed_file
 from llmbox.engine.weights.packed_cache import source as huge
 from llmbox.engine.weights.packed_cache.cache import LIMIT_VARIABLE, cache_variables
 from llmbox.kernels.dispatch import native_ready
@@ -165,7 +166,7 @@ def test_pages_that_were_found_fast_are_not_timed_again_until_the_machine_restar
     mapped = torch.zeros(70 << 20, dtype=torch.uint8)
     boot = tmp_path / "boot_id"
     boot.write_text("first")
-    monkeypatch.setattr(huge, "_BOOT", boot)
+    monkeypatch.setattr(packed_file, "_BOOT", boot)
     monkeypatch.setattr(huge, "small_ranges", lambda *_: [])
     monkeypatch.setattr(huge, "relative_speed", lambda _: speeds.pop(0))
     monkeypatch.setattr(huge.os, "getxattr", read)
@@ -188,7 +189,7 @@ def test_parts_in_small_pages_are_replaced_in_place(tmp_path: Path, monkeypatch:
     first = -(-mapped.data_ptr() // (2 << 20)) * (2 << 20)
     small = [(first + (at << 20), first + (end << 20)) for at, end in ((2, 8), (20, 22), (60, 66))]
     monkeypatch.setattr(huge, "small_ranges", lambda *_: small)
-    monkeypatch.setattr(huge, "was_fast", lambda _: True)
+    monkeypatch.setattr(huge, "is_noted", lambda *_: True)
     used, in_place = huge.in_huge_pages(mapped, file)
     assert used.data_ptr() == mapped.data_ptr()
     assert in_place == (70 - 14) << 20

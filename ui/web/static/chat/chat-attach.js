@@ -1,16 +1,16 @@
-// Files attached to a question: texts are read here, the text of a PDF comes from this box, pictures are made small.
+// Files attached to a question: texts are read here, the text of a PDF comes from this box, images are made small.
 
 import { button, element, find } from "./chat-elements.js";
 
 const LARGEST_TEXT = 400_000; // bytes
 const LARGEST_PDF = 20_000_000;
-const LARGEST_PICTURE = 20_000_000;
+const LARGEST_IMAGE = 20_000_000;
 const LONGEST_SIDE = 1024; // pixels that are sent; the conversation keeps them
-const MOST_PICTURES = 8; // of a message
-const MOST_CHARACTERS = 700_000; // of a picture that a conversation keeps (store/conversations.py)
+const MOST_IMAGES = 8; // of a message
+const MOST_CHARACTERS = 700_000; // of an image that a conversation keeps (store/conversations.py)
 
 export class Attachments {
-  // `blind` says why the model on display cannot take a picture; nothing if it can.
+  // `blind` says why the model on display cannot take an image; nothing if it can.
   constructor(csrf, blind) {
     this.csrf = csrf;
     this.blind = blind;
@@ -25,7 +25,7 @@ export class Attachments {
       this.reading += 1;
       this.draw();
       try {
-        Object.assign(entry, await (isPicture(file) ? this.picture(file) : isPdf(file) ? this.pdf(file) : text(file)));
+        Object.assign(entry, await (isImage(file) ? this.image(file) : isPdf(file) ? this.pdf(file) : text(file)));
       } catch (error) {
         entry.problem = error.message;
       }
@@ -44,14 +44,14 @@ export class Attachments {
     return { content: read.text, note: `${read.read_pages} of ${read.pages} pages` };
   }
 
-  async picture(file) {
+  async image(file) {
     if (this.blind()) throw new Error(this.blind());
-    if (this.all.filter((each) => each.image).length >= MOST_PICTURES) throw new Error(`more than ${MOST_PICTURES} images`);
-    if (file.size > LARGEST_PICTURE) throw new Error("larger than 20 MB");
+    if (this.all.filter((each) => each.image).length >= MOST_IMAGES) throw new Error(`more than ${MOST_IMAGES} images`);
+    if (file.size > LARGEST_IMAGE) throw new Error("larger than 20 MB");
     return shrunk(file);
   }
 
-  // Texts to put before the question, and pictures beside it; the list is empty then.
+  // Texts to put before the question, and images beside it; the list is empty then.
   take() {
     const texts = this.all.filter((each) => each.content).map(({ name, content }) => `File ${name}:\n\`\`\`\n${content}\n\`\`\``);
     const images = this.all.map((each) => each.image).filter(Boolean);
@@ -70,7 +70,7 @@ export class Attachments {
   }
 }
 
-const isPicture = (file) => file.type.startsWith("image/") && file.type !== "image/svg+xml";
+const isImage = (file) => file.type.startsWith("image/") && file.type !== "image/svg+xml";
 const isPdf = (file) => file.type === "application/pdf" || file.name.toLowerCase().endsWith(".pdf");
 
 async function shrunk(file) {

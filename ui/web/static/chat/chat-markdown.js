@@ -1,5 +1,5 @@
 // Markdown of answers: tables, code with colors and a copy button, and formulas. Libraries load when first needed.
-// Raw HTML is shown as text, and pictures as links: an answer loads nothing from anywhere.
+// Raw HTML is shown as text, and images as links: an answer loads nothing from anywhere.
 
 const loading = new Map();
 

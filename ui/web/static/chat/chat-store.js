@@ -88,7 +88,7 @@ function asSaved(message) {
 }
 
 // Messages of the API that say what a message of the conversation says: its calls, their results, its text.
-// `withCalls`: the model knows calls; `sees`: it takes pictures. Another one gets the text alone.
+// `withCalls`: the model knows calls; `sees`: it takes images. Another one gets the text alone.
 export function asMessages({ role, content, rounds, images }, withCalls, sees) {
   if (images?.length && sees) {
     return [{ role, content: [...images.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text: content }] }];

@@ -92,15 +92,15 @@ function drawMessage(message) {
   shown.append(what);
   if (message.role === "user") what.textContent = message.content;
   else rendering.push(showMarkdown(what, message.content, true));
-  if (message.images?.length) shown.append(drawPictures(message.images));
+  if (message.images?.length) shown.append(drawImages(message.images));
   shown.append(drawActions(message));
   return shown;
 }
 
 const withImages = (images) => (images?.length ? { images } : {});
 
-function drawPictures(images) {
-  const made = element("div", "pictures");
+function drawImages(images) {
+  const made = element("div", "images");
   for (const [number, url] of images.entries()) {
     const shown = made.appendChild(element("img"));
     shown.src = url;

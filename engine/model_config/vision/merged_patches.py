@@ -1,52 +1,27 @@
-"""Families whose towers read a picture as one grid of patches: Qwen's, GLM's, LFM3-VL, Pixtral's."""
+"""Families whose projectors read squares of patches that stand next to each other: Qwen, GLM and others."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from ..fields import MAX_WIDTH, Fields, show
-from .config import (
-    CLIP_MEAN,
-    CLIP_STD,
-    MAX_PIXELS,
-    MAX_SIDE,
-    ImageProcessorConfig,
-    TowerConfig,
-    TowerNames,
-    VisionConfig,
-    VisionFiles,
-    activation_of,
-    pixels_of,
-    rope_theta,
-    side_of,
-    size_of,
-    sizes_of,
-    token_id,
-    token_text,
-)
+from ..fields import MAX_WIDTH
+from .config import CLIP_MEAN, CLIP_STD, MAX_SIDE, ImageProcessorConfig, TowerConfig, TowerNames, VisionConfig
+from .fields import MAX_PIXELS, VisionFiles
 
 _QWEN_NAMES: Final = {
     "patch": "visual.patch_embed.proj",
     "layers": "visual.blocks",
     "stacked": "attn.qkv",
 }
+
+
 _MERGER: Final = tuple(f"visual.merger.{name}" for name in ("ln_q", "mlp.0", "mlp.2"))
-_PROJECTOR: Final = tuple(f"multi_modal_projector.{name}" for name in ("norm", "linear_1", "linear_2"))
+
+
 _GATED: Final = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+
+
 _DEPTH: Final = ("depth", "num_heads")
-
-
-def mrope_of(files: VisionFiles, default: tuple[int, ...], *, interleaved: bool) -> dict[str, Any]:
-    text = files.text
-    rope = text.mapping("rope_parameters") or text.mapping("rope_scaling") or {}
-    fields = Fields(rope, text.where)
-    sections = tuple(int(each) for each in fields.numbers("mrope_section")) or default
-    if len(sections) != 3 or min(sections) < 0:
-        raise text.error(f"mrope_section {show(sections)} must have three numbers")
-    return {
-        "mrope_section": sections,
-        "mrope_interleaved": fields.flag("mrope_interleaved", default=interleaved),
-    }
 
 
 def _qwen(
@@ -65,8 +40,8 @@ def _qwen(
     for key, value in kinds.items():
         if rules.integer(key, value) != value:
             raise rules.error(f"{key} {rules.raw[key]} is not that of the tower, {value}")
-    least = size_of(rules, "size", ("shortest_edge", "min_pixels"), defaults[1], MAX_PIXELS)
-    most = size_of(rules, "size", ("longest_edge", "max_pixels"), defaults[2], MAX_PIXELS)
+    least = rules.size("size", ("shortest_edge", "min_pixels"), defaults[1], MAX_PIXELS)
+    most = rules.size("size", ("longest_edge", "max_pixels"), defaults[2], MAX_PIXELS)
     least = rules.integer("min_pixels", least, most=MAX_PIXELS)
     most = rules.integer("max_pixels", most, most=MAX_PIXELS)
     if most < max(least, unit**2):
@@ -76,7 +51,7 @@ def _qwen(
         unit=unit,
         least=least,
         most=most,
-        **pixels_of(files, CLIP_MEAN, CLIP_STD, 3),
+        **files.pixels(CLIP_MEAN, CLIP_STD, 3),
     )
     out = files.tower.integer(
         "hidden_size" if family == "Qwen2-VL" else "out_hidden_size", files.hidden_size, most=MAX_WIDTH
@@ -85,7 +60,7 @@ def _qwen(
         raise files.tower.error(f"embeddings of {out} numbers are not those of the language model")
     return VisionConfig(
         family=family,
-        image_token_id=token_id(files, defaults[0], "image_token_id"),
+        image_token_id=files.image_token(defaults[0], "image_token_id"),
         placeholder=mark,
         image_text=mark,
         hidden_size=files.hidden_size,
@@ -97,43 +72,57 @@ def _qwen(
 
 def qwen2_vl(files: VisionFiles) -> VisionConfig:
     fields = files.tower
-    sizes = sizes_of(fields, width=1280, inner=1, layers=32, keys=("embed_dim", *_DEPTH))
+    sizes = fields.sizes(width=1280, inner=1, layers=32, keys=("embed_dim", *_DEPTH))
     tower = TowerConfig(
         **sizes | {"intermediate_size": int(sizes["hidden_size"] * fields.number("mlp_ratio", 4))},
         names=TowerNames(**_QWEN_NAMES, projector=_MERGER),
         frames=fields.integer("temporal_patch_size", 2, most=16),
-        activation=activation_of(fields, "quick_gelu"),
+        activation=fields.activation("quick_gelu"),
         patch_bias=False,
         rope="axial",
-        rope_theta=rope_theta(fields),
+        rope_theta=fields.rope_theta(),
         merge=fields.integer("spatial_merge_size", 2, most=64),
         projector="merger",
     )
-    mrope = mrope_of(files, (16, 24, 24), interleaved=False)
+    mrope = files.mrope((16, 24, 24), interleaved=False)
     return _qwen(files, "Qwen2-VL", tower, mrope, (151655, 56 * 56, 28 * 28 * 1280))
 
 
 def qwen2_5_vl(files: VisionFiles) -> VisionConfig:
+    mrope = files.mrope((16, 24, 24), interleaved=False)
+    return _qwen(files, "Qwen2.5-VL", _windowed_tower(files), mrope, (151655, 56 * 56, 28 * 28 * 1280))
+
+
+def exaone4_5(files: VisionFiles) -> VisionConfig:
+    """Read EXAONE 4.5: the tower of Qwen2.5-VL, whose heads share keys and values, and no M-RoPE."""
+    tower = _windowed_tower(files)
+    kv_heads = files.tower.integer("num_key_value_heads", 8, most=tower.num_heads)
+    if tower.num_heads % kv_heads:
+        raise files.tower.error(f"{tower.num_heads} heads cannot share {kv_heads} of keys")
+    mark = files.token_text("image_token", "<|image_pad|>")
+    tower = replace(tower, kv_heads=kv_heads)
+    return _qwen(files, "EXAONE 4.5", tower, {}, (67, 56 * 56, 28 * 28 * 1280), mark)
+
+
+def _windowed_tower(files: VisionFiles) -> TowerConfig:
     fields = files.tower
-    sizes = sizes_of(fields, width=3584, inner=3420, layers=32, keys=("hidden_size", *_DEPTH))
+    sizes = fields.sizes(width=3584, inner=3420, layers=32, keys=("hidden_size", *_DEPTH))
     merge = fields.integer("spatial_merge_size", 2, most=64)
     full = fields.numbers("fullatt_block_indexes") or (7, 15, 23, 31)
-    tower = TowerConfig(
+    return TowerConfig(
         **sizes,
         names=TowerNames(**_QWEN_NAMES, **_GATED, projector=_MERGER),
         frames=fields.integer("temporal_patch_size", 2, most=16),
-        activation=activation_of(fields, "silu"),
+        activation=fields.activation("silu"),
         is_rms=True,
         patch_bias=False,
         rope="axial",
-        rope_theta=rope_theta(fields),
+        rope_theta=fields.rope_theta(),
         windows=max(1, fields.integer("window_size", 112, most=MAX_SIDE) // merge // sizes["patch_size"]),
         full_layers=tuple(map(int, full)),
         merge=merge,
         projector="merger",
     )
-    mrope = mrope_of(files, (16, 24, 24), interleaved=False)
-    return _qwen(files, "Qwen2.5-VL", tower, mrope, (151655, 56 * 56, 28 * 28 * 1280))
 
 
 def qwen3_vl(files: VisionFiles) -> VisionConfig:
@@ -146,7 +135,7 @@ def qwen3_5(files: VisionFiles) -> VisionConfig:
 
 def _qwen3(files: VisionFiles, family: str, sections: tuple[int, ...], token: int) -> VisionConfig:
     fields = files.tower
-    sizes = sizes_of(fields, width=1152, inner=4304, layers=27, patch=16, keys=("hidden_size", *_DEPTH))
+    sizes = fields.sizes(width=1152, inner=4304, layers=27, patch=16, keys=("hidden_size", *_DEPTH))
     key = "deepstack_visual_indexes"
     deepstack: tuple[int, ...] = ()
     if family == "Qwen3-VL":
@@ -165,16 +154,16 @@ def _qwen3(files: VisionFiles, family: str, sections: tuple[int, ...], token: in
             projector=tuple(f"visual.merger.{name}" for name in ("norm", "linear_fc1", "linear_fc2")),
         ),
         frames=fields.integer("temporal_patch_size", 2, most=16),
-        activation=activation_of(fields, "gelu_pytorch_tanh"),
+        activation=fields.activation("gelu_pytorch_tanh"),
         table="bilinear",
         table_rows=fields.integer("num_position_embeddings", 2304, most=MAX_WIDTH),
         rope="axial",
-        rope_theta=rope_theta(fields),
+        rope_theta=fields.rope_theta(),
         merge=fields.integer("spatial_merge_size", 2, most=64),
         projector="merger",
         deepstack=deepstack,
     )
-    mrope = mrope_of(files, sections, interleaved=True)
+    mrope = files.mrope(sections, interleaved=True)
     return _qwen(files, family, tower, mrope, (token, 65536, 16777216))
 
 
@@ -183,7 +172,7 @@ _GLM_MERGER: Final = ("visual.merger.post_projection_norm", "visual.merger.proj"
 
 def glm_ocr(files: VisionFiles) -> VisionConfig:
     bias = files.tower.flag("attention_bias", default=True)
-    sizes = sizes_of(files.tower, width=1024, inner=4096, layers=24, keys=("hidden_size", *_DEPTH))
+    sizes = files.tower.sizes(width=1024, inner=4096, layers=24, keys=("hidden_size", *_DEPTH))
     norms = {"query_norm": "attn.q_norm", "key_norm": "attn.k_norm"}
     own = {"attention_bias": bias, "mlp_bias": bias, "projector_size": 3 * files.hidden_size}
     return _glm(files, "GLM-OCR", 59280, norms, **sizes, **own)
@@ -192,7 +181,7 @@ def glm_ocr(files: VisionFiles) -> VisionConfig:
 def glm4v(files: VisionFiles) -> VisionConfig:
     """Read GLM-4.1V and later: layers are as wide inside as the language model, the merger as files say."""
     fields = files.tower
-    sizes = sizes_of(fields, width=1536, inner=13696, layers=24, heads=12, keys=("hidden_size", *_DEPTH))
+    sizes = fields.sizes(width=1536, inner=13696, layers=24, heads=12, keys=("hidden_size", *_DEPTH))
     names = {"embedded_norm": "visual.post_conv_layernorm"}
     names["table"] = "visual.embeddings.position_embedding.weight"
     own = {
@@ -202,7 +191,7 @@ def glm4v(files: VisionFiles) -> VisionConfig:
         "output_bias": False,
         "mlp_bias": False,
         "table": "bicubic",
-        "table_rows": (side_of(fields, "image_size", 336) // sizes["patch_size"]) ** 2,
+        "table_rows": (fields.side("image_size", 336) // sizes["patch_size"]) ** 2,
     }
     token = 151363 if files.model.raw.get("model_type") == "glm4v_moe" else 151343
     return _glm(files, "GLM-4V", token, names, **sizes, **own)
@@ -212,31 +201,31 @@ def _glm(
     files: VisionFiles, family: str, token: int, names: Mapping[str, str], **options: Any
 ) -> VisionConfig:
     fields = files.tower
-    activation = activation_of(fields, "silu")
+    activation = fields.activation("silu")
     tower = TowerConfig(
         **options,
         names=TowerNames(
             **_QWEN_NAMES, **_GATED, **names, post_norm="visual.post_layernorm", projector=_GLM_MERGER
         ),
-        frames=side_of(fields, "temporal_patch_size", 2),
+        frames=fields.side("temporal_patch_size", 2),
         activation=activation,
         eps=fields.number("rms_norm_eps", 1e-5),
         is_rms=True,
         rope="axial",
-        rope_theta=rope_theta(fields),
+        rope_theta=fields.rope_theta(),
         merge=fields.integer("spatial_merge_size", 2, most=64),
         projector="glm",
         projector_eps=1e-5,
         projector_activation=activation,
     )
-    mrope = mrope_of(files, (8, 12, 12), interleaved=False) | {"mrope_interleaved": False}
-    mark = token_text(files, "image_token", "<|image|>")
+    mrope = files.mrope((8, 12, 12), interleaved=False) | {"mrope_interleaved": False}
+    mark = files.token_text("image_token", "<|image|>")
     return _qwen(files, family, tower, mrope, (token, 112 * 112, 28 * 28 * 15000), mark)
 
 
 def lfm3_vl(files: VisionFiles) -> VisionConfig:
     fields, model = files.tower, files.model
-    sizes = sizes_of(fields, width=1024, inner=2560, layers=14, patch=16)
+    sizes = fields.sizes(width=1024, inner=2560, layers=14, patch=16)
     layers, heads = sizes["num_layers"], sizes["num_heads"]
     kv_heads = fields.integer("num_key_value_heads", 8, most=heads)
     if heads % kv_heads or sizes["head_dim"] % 4:
@@ -272,7 +261,7 @@ def lfm3_vl(files: VisionFiles) -> VisionConfig:
         **sizes,
         names=names,
         kv_heads=kv_heads,
-        frames=side_of(fields, "temporal_patch_size", 2),
+        frames=fields.side("temporal_patch_size", 2),
         activation="silu",
         eps=fields.number("norm_eps", 1e-5),
         is_rms=True,
@@ -280,103 +269,14 @@ def lfm3_vl(files: VisionFiles) -> VisionConfig:
         mlp_bias=False,
         patch_bias=False,
         rope="axial",
-        rope_theta=rope_theta(fields, 1e6),
+        rope_theta=fields.rope_theta(1e6),
         conv_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "conv"),
         conv_width=width,
         merge=fields.integer("spatial_merge_size", 2, most=64),
         projector="lfm3_vl",
         projector_size=model.integer("projector_hidden_size", 4096, most=MAX_WIDTH),
         projector_bias=model.flag("projector_bias", default=True),
-        projector_activation=activation_of(model, "gelu", "projector_hidden_act"),
+        projector_activation=model.activation("gelu", "projector_hidden_act"),
     )
-    mark = token_text(files, "image_token", "<|image_pad|>")
+    mark = files.token_text("image_token", "<|image_pad|>")
     return _qwen(files, "LFM3-VL", tower, {}, (125030, 56 * 56, 28 * 28 * 1280), mark)
-
-
-def mistral3(files: VisionFiles) -> VisionConfig:
-    fields, model = files.tower, files.model
-    sizes = sizes_of(fields, width=1024, inner=4096, layers=24, patch=16)
-    merge = model.integer("spatial_merge_size", 2, most=64)
-    tower = TowerConfig(
-        **sizes | {"num_layers": feature_layer(files, sizes["num_layers"])},
-        names=TowerNames(
-            patch="vision_tower.patch_conv",
-            layers="vision_tower.transformer.layers",
-            pre_norm="vision_tower.ln_pre",
-            norm1="attention_norm",
-            norm2="ffn_norm",
-            query="attention.q_proj",
-            key="attention.k_proj",
-            value="attention.v_proj",
-            output="attention.o_proj",
-            gate="feed_forward.gate_proj",
-            up="feed_forward.up_proj",
-            down="feed_forward.down_proj",
-            projector=_PROJECTOR,
-        ),
-        activation=activation_of(fields, "gelu"),
-        eps=1e-5,
-        is_rms=True,
-        attention_bias=False,
-        mlp_bias=False,
-        patch_bias=False,
-        rope="alternating",
-        rope_theta=rope_theta(fields),
-        merge=merge,
-        projector="mistral3",
-        projector_size=files.hidden_size,
-        projector_bias=model.flag("multimodal_projector_bias", default=False),
-        projector_eps=files.text.number("rms_norm_eps", 1e-6),
-        projector_activation=activation_of(model, "gelu", "projector_hidden_act"),
-    )
-    longest = size_of(files.processor, "size", ("longest_edge", "height"), 1540, MAX_SIDE)
-    processor = ImageProcessorConfig(
-        kind="longest_edge",
-        unit=tower.patch_size * merge,
-        longest=longest,
-        **pixels_of(files, CLIP_MEAN, CLIP_STD, 3),
-    )
-    return VisionConfig(
-        family="Mistral 3",
-        image_token_id=token_id(files, 10, "image_token_index", "image_token_id"),
-        placeholder="[IMG]",
-        image_text="[IMG]",
-        line_end="[IMG_BREAK]",
-        end="[IMG_END]",
-        hidden_size=files.hidden_size,
-        tower=tower,
-        processor=processor,
-    )
-
-
-def pixtral(files: VisionFiles) -> VisionConfig:
-    """Read Pixtral 12B as it was first published: the tower of Mistral 3, and each patch is an embedding."""
-    model = files.model
-    raw = {
-        "vision_feature_layer": -2,
-        "multimodal_projector_bias": True,
-        **model.raw,
-        "spatial_merge_size": 1,
-    }
-    rules = {"size": {"longest_edge": 1024}, **files.processor.raw}
-    found = mistral3(
-        replace(
-            files,
-            model=Fields(raw | {"spatial_merge_size": 1}, model.where),
-            processor=Fields(rules, files.processor.where),
-        )
-    )
-    names = replace(found.tower.names, projector=("", *_PROJECTOR[1:]))
-    tower = replace(found.tower, names=names, projector="llava", projector_norm=False)
-    return replace(found, family="Pixtral", tower=tower)
-
-
-def feature_layer(files: VisionFiles, count: int, default: int = -1) -> int:
-    """Return how many layers are run for the states that the projector reads. `default`: as in files."""
-    key = "vision_feature_layer"
-    value = files.model.raw.get(key, default)
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if not isinstance(value, int) or isinstance(value, bool) or not -count <= value <= count:
-        raise files.model.error(f"{key} {show(value)} is not supported, only one of {count} layers")
-    return value if value >= 0 else count + 1 + value

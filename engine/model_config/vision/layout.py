@@ -1,5 +1,4 @@
-"""Sizes of images, what an image processor makes of one of W x H pixels: its tiles, rows and text; and the
-sizes of a vision tower for the memory plan.
+"""Layout of images: what an image processor makes of one of W x H pixels, its tiles, rows and text.
 
 The rules of images are those of the processors in transformers, so that a model sees what it was
 trained with.
@@ -7,18 +6,23 @@ trained with.
 
 import math
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Final
 
-from .config import ImageLayout, ImageProcessorConfig, VisionConfig
+from .config import (
+    IMAGE_ROWS,
+    SLICE_PATCHES,
+    USUAL_SIDE,
+    ImageLayout,
+    ImageProcessorConfig,
+    VisionConfig,
+    VisionShape,
+)
 
-LARGEST_EDGE = 4096
+LARGEST_EDGE: Final = 4096
 """Longest edge of Idefics3's first resize."""
-MOST_RATIO = 200
+MOST_RATIO: Final = 200
 """Ratio of the edges from which on Qwen's and GLM's processors refuse an image."""
-
-
-LOW_DETAIL = 512
-"""Edge of an image with `"detail": "low"`, in pixels, where its processor does not fix one."""
 
 
 class ImageSizeError(ValueError):
@@ -28,11 +32,11 @@ class ImageSizeError(ValueError):
 def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: bool = False) -> ImageLayout:
     """Return tiles, rows and text of an image of this size, in pixels after its EXIF turn.
 
-    `low_detail`: without tiles, and of about `LOW_DETAIL` x `LOW_DETAIL` pixels where sizes vary. Raises
+    `low_detail`: without tiles, and of about 512 x 512 pixels where sizes vary. Raises
     ImageSizeError.
     """
     if low_detail:
-        vision = replace(vision, processor=with_low_detail(vision.processor))
+        vision = replace(vision, processor=vision.processor.at_low_detail())
     if width < 1 or height < 1:
         raise ImageSizeError(f"an image of {width} x {height} pixels has none")
     processor, side = vision.processor, vision.processor.unit
@@ -44,23 +48,14 @@ def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: 
         return _canvas_layout(vision, width, height)
     if processor.kind == "padded_canvas":
         return _padded_canvas_layout(vision, width, height)
+    if processor.kind == "slices":
+        return _slices_layout(vision, width, height)
     tall, wide = resized(processor, width, height)
     rows, columns = tall // side, wide // side
     text = vision.start + vision.line_end.join([vision.image_text * columns] * rows) + vision.end
     if (crops := crops_of(processor, width, height)) != (0, 0):
         return _crops_layout(text, (tall, wide), (rows, columns), crops)
     return ImageLayout(tiles=((tall, wide),), num_rows=rows * columns, text=text, grid=(rows, columns))
-
-
-def with_low_detail(processor: ImageProcessorConfig) -> ImageProcessorConfig:
-    """Return the rules for an image with `"detail": "low"`."""
-    most = processor.most
-    if most:
-        most = min(most, max(processor.least, LOW_DETAIL**2, processor.unit**2))
-    longest = processor.longest
-    if processor.kind == "longest_edge":
-        longest = min(longest, LOW_DETAIL)
-    return replace(processor, splits=False, most=most, longest=longest)
 
 
 def resized(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
@@ -109,7 +104,7 @@ def _crops_layout(
         text=f"Here is the original image {text} and here are some crops to help you see better {each}",
         grid=grid,
         tile_grid=crops,
-        pictures=count + 1,
+        images=count + 1,
     )
 
 
@@ -240,8 +235,8 @@ def lfm2_tiles(processor: ImageProcessorConfig, width: int, height: int) -> tupl
 
 
 def closest_tiles(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
-    """Return rows and columns of the canvas of tiles whose ratio is closest to the picture's. Of equally
-    close ones that with more tiles is taken, unless it has more than twice the picture's pixels.
+    """Return rows and columns of the canvas of tiles whose ratio is closest to the image's. Of equally
+    close ones that with more tiles is taken, unless it has more than twice the image's pixels.
     """
     least, most = processor.tile_counts
     sides = range(1, most + 1)
@@ -257,7 +252,7 @@ def closest_tiles(processor: ImageProcessorConfig, width: int, height: int) -> t
 
 
 def _canvas_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
-    """Return equal tiles and, after several, the whole picture in the size of one (InternVL)."""
+    """Return equal tiles and, after several, the whole image in the size of one (InternVL)."""
     processor, tower = vision.processor, vision.tower
     rows, columns = closest_tiles(processor, width, height) if processor.splits else (1, 1)
     count = 1 if rows * columns == 1 else rows * columns + 1
@@ -296,8 +291,60 @@ def _lfm2_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
     return ImageLayout(tiles=tiles, num_rows=num_rows, text=text, tile_grid=(rows, columns))
 
 
+def _slice_grid(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Return rows and columns of the slices of MiniCPM-V, whose ratio is closest to the image's; zeros where
+    it is not cut.
+    """
+    most = processor.tile_counts[1]
+    count = min(math.ceil(width * height / processor.tile**2), most)
+    if not processor.splits or count <= 1:
+        return 0, 0
+    ratio, nearest, best = math.log(width / height), math.inf, (1, 1)
+    for slices in range(count - 1, count + 2):
+        if slices == 1 or slices > most:
+            continue
+        for rows in (each for each in range(1, slices + 1) if slices % each == 0):
+            distance = abs(ratio - math.log(slices // rows / rows))
+            if distance < nearest or (distance == nearest and rows > best[0]):
+                nearest, best = distance, (rows, slices // rows)
+    return best
+
+
+def _slice_size(
+    processor: ImageProcessorConfig, width: float, height: float, *, enlarges: bool
+) -> tuple[int, int]:
+    """Return (height, width) in whole units of an image or slice that has about as many pixels as a tile."""
+    tile, unit = processor.tile, processor.unit
+    if enlarges or width * height > tile**2:
+        ratio = width / height
+        height = int(tile / math.sqrt(ratio))
+        width = int(height * ratio)
+    return max(round(height / unit) * unit, unit), max(round(width / unit) * unit, unit)
+
+
+def _slices_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
+    """Return the whole image and then, of a large one, its slices (MiniCPM-V)."""
+    processor, token = vision.processor, vision.image_text
+    _refuse_ratio(width, height)
+    rows, columns = _slice_grid(processor, width, height)
+    count = rows * columns
+    tiles = [_slice_size(processor, width, height, enlarges=count == 0)]
+    if count:
+        wide, tall = (max(round(edge / n), 1) for edge, n in ((width, columns), (height, rows)))
+        tiles += [_slice_size(processor, wide, tall, enlarges=True)] * count
+    lengths = [tall * wide // processor.unit**2 for tall, wide in tiles]
+    before, after = vision.tile_marks
+    line = f"{before}{token * lengths[-1]}{after}" * columns
+    return ImageLayout(
+        tiles=tuple(tiles),
+        num_rows=sum(lengths),
+        text=f"{vision.start}{token * lengths[0]}{vision.end}" + "\n".join([line] * rows),
+        tile_grid=(rows, columns),
+    )
+
+
 def padded_canvas(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
-    """Return rows and columns of Llama 4's canvas: the one that enlarges a picture least, or else shrinks it
+    """Return rows and columns of Llama 4's canvas: the one that enlarges an image least, or else shrinks it
     least; the smallest of several. Scales are compared in float32, as by its processor.
     """
     tile, most = processor.tile, processor.tile_counts[1] if processor.splits else 1
@@ -331,55 +378,18 @@ def _padded_canvas_layout(vision: VisionConfig, width: int, height: int) -> Imag
     )
 
 
-PICTURE_ROWS = 4096
-"""Rows of the largest image that memory is planned for; larger ones take more while they are encoded."""
-SLICE_PATCHES = 2048
-"""Patches whose linears a tower computes at once: their inner rows bound memory."""
-USUAL_SIDE = 1024
-"""Side of the image whose tokens are shown, in pixels."""
-KEPT_PICTURE_ROWS = 4096
-"""Rows whose embeddings are kept."""
-
-NO_TOWER = "it is a language model without a vision tower"
-"""Reason why a model of texts cannot read images."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VisionShape:
-    """Sizes of a vision tower and of its embeddings."""
-
-    params: int
-    """Parameters of tower and projector, which stay unquantized."""
-    row: int
-    """Numbers of the embeddings of one row."""
-    patch_numbers: int
-    """Numbers of a layer's activations for each row: input and result, queries, keys and values, and a copy
-    of the latter two; or what a convolution has of the row in float32."""
-    tower_rows: int
-    """Rows that the tower computes at once: of the largest tile or picture, at most `PICTURE_ROWS`."""
-    slice_numbers: int
-    """Numbers of a layer's activations that do not grow with the image: norms and inner rows of a slice."""
-    whole_rows: int = 0
-    """Most rows of an image where a step computes all of one, beyond its budget if need be; 0 otherwise."""
-    usual_rows: int = 0
-    """Rows of an image of `USUAL_SIDE` x `USUAL_SIDE` pixels."""
-
-    def share(self, ranks: int) -> "VisionShape":
-        """Return what each of the ranks in one memory counts of the tower, which the first of them has."""
-        numbers = ("params", "row", "patch_numbers", "slice_numbers")
-        return replace(self, **{name: -(-getattr(self, name) // ranks) for name in numbers})
-
-
 def vision_shape(vision: VisionConfig) -> VisionShape:
-    tower, rules = vision.tower, vision.processor
+    tower, rules, hidden = vision.tower, vision.processor, vision.tower.hidden_size
     usual = lay_out_image(vision, USUAL_SIDE, USUAL_SIDE).num_rows
     limits = (-(-rules.tile // rules.unit)) ** 2, rules.most // rules.unit**2
     return VisionShape(
         params=vision.num_params,
         row=vision.hidden_size * (1 + vision.deepstack_levels),
-        patch_numbers=tower.merge**2 * (14 if tower.conv_layers else 7) * tower.hidden_size,
-        tower_rows=min(PICTURE_ROWS, max(limits) or PICTURE_ROWS),
-        slice_numbers=SLICE_PATCHES * (2 * tower.hidden_size + 3 * tower.intermediate_size),
+        patch_numbers=tower.patches_per_row * (14 if tower.conv_layers else 7) * hidden,
+        row_bytes=tower.patches_per_row
+        * ((8 * tower.head_dim if tower.rope else 0) + 6 * tower.patch_size**2),
+        tower_rows=min(IMAGE_ROWS, max(limits) or IMAGE_ROWS),
+        slice_numbers=SLICE_PATCHES * max(6 * hidden, 2 * hidden + 3 * tower.intermediate_size),
         whole_rows=max(usual, rules.most // rules.unit**2) if vision.is_bidirectional else 0,
         usual_rows=usual,
     )

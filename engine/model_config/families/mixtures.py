@@ -1,0 +1,377 @@
+"""Mixtures of experts with rules of their own: DeepSeek V3, Cohere 2 MoE, Flint,
+Kolibri 1, Laguna and MiMo V2 Flash.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..architecture import Architecture
+from ..attention import (
+    FULL,
+    SLIDING,
+    LayerSizes,
+    Scales,
+    cohere_scales,
+    deepseek_latent,
+    deepseek_scales,
+    deepseek_sizes,
+    layer_types,
+    windows_by_type,
+)
+from ..fields import Fields, raw_rope, show
+from ..moe import (
+    ExpertsConfig,
+    deepseek_v3_experts,
+    layers_after_dense,
+    selected_of,
+    sparse_layers,
+)
+from ..rope import (
+    LayerRopes,
+    RopeConfig,
+    deepseek_rope,
+    interleaved_rope,
+    partial_ropes_by_type,
+    rope_of_sliding_layers,
+)
+from .gpt import refuse_options
+
+PATTERNS = (("prefix_dense_", 1), ("", 4))
+
+
+def cohere2_moe_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the size of an MLP, which dense layers have, that of an expert, and the kinds of layers: of each
+    of the two kinds of layers every `pattern`-th has full attention.
+    """
+    layers, dense = fields.integer("num_hidden_layers"), int(fields.number("first_k_dense_replace", 0))
+    if not 0 <= dense <= layers:
+        raise fields.error(f"first_k_dense_replace {dense} must be from 0 to {layers}")
+    inner = fields.integer("intermediate_size")
+    found: dict[str, Any] = {
+        "expert_intermediate_size": inner,
+        "intermediate_size": fields.integer("prefix_dense_intermediate_size", inner),
+        "first_k_dense_replace": dense,
+        "has_rms_norms": fields.raw.get("rms_norm_eps") is not None,
+        "rms_norm_eps": fields.number("rms_norm_eps", fields.number("layer_norm_eps", 1e-5)),
+    }
+    if fields.raw.get("layer_types") is None:
+        every = [fields.integer(f"{at}sliding_window_pattern", usual) for at, usual in PATTERNS]
+        places = [(every[0], layer) for layer in range(dense)]
+        places += [(every[1], layer) for layer in range(layers - dense)]
+        found["layer_types"] = [SLIDING if (layer + 1) % each else FULL for each, layer in places]
+    return found
+
+
+def cohere2_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read experts whose mean with a shared one is taken, with a softmax or sigmoids of the chosen ones."""
+    count, per_token = selected_of(fields, "num_experts")
+    scoring = fields.text("expert_selection_fn", "softmax")
+    combined = fields.text("shared_expert_combination_strategy", "average")
+    if scoring not in {"softmax", "sigmoid"} or combined not in {"average", "sum"}:
+        raise fields.error(
+            f"expert_selection_fn {scoring!r} with shared_expert_combination_strategy {combined!r} is not "
+            "supported, only softmax or sigmoid with average or sum"
+        )
+    inner = fields.integer("expert_intermediate_size")
+    shared = int(fields.number("num_shared_experts", 0))
+    averages = shared > 0 and combined == "average"
+    found = ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=inner,
+        normalized=scoring == "softmax" or fields.flag("norm_topk_prob", default=True),
+        layers=layers_after_dense(fields, layers),
+        scoring="softmax" if scoring == "softmax" else "sigmoid",
+        scale=0.5 if averages else 1.0,
+        averages=averages,
+        shared_inner=inner * shared,
+    )
+    return found if any(found.layers) else None
+
+
+def cohere2_moe_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
+    """Return one RoPE of neighboring pairs, which layers of full attention do not use, except for dense ones
+    that all have full attention.
+    """
+    (rope,), _ = interleaved_rope(fields, head_dim, positions, layers)
+    rotated = fields.integer("prefix_dense_sliding_window_pattern", 1) == 1
+    sparse, types = layers_after_dense(fields, layers), layer_types(fields, layers)
+    still = [
+        kind == FULL and (is_sparse or not rotated) for kind, is_sparse in zip(types, sparse, strict=True)
+    ]
+    return (rope, RopeConfig(rotary_dim=0)), tuple(map(int, still))
+
+
+def cohere2_moe_variant(fields: Fields) -> dict[str, Any]:
+    return {"block": "parallel_rms" if fields.flag("has_rms_norms", default=False) else "parallel"}
+
+
+def experts_beside_shared(fields: Fields, sparse: tuple[bool, ...], **router: Any) -> ExpertsConfig | None:
+    """Read experts of the layers that `sparse` says, beside a shared one of a size of its own."""
+    key = "num_local_experts" if fields.raw.get("num_experts") is None else "num_experts"
+    count, per_token = selected_of(fields, key)
+    found = ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        inner=fields.integer("moe_intermediate_size"),
+        layers=sparse,
+        shared_inner=fields.integer("shared_expert_intermediate_size"),
+        **router,
+    )
+    return found if any(sparse) else None
+
+
+def kolibri1_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    normalized = fields.flag("norm_topk_prob", default=False)
+    router = {"scoring": "sigmoid_of_logits", "correction": "gate.e_score_correction_bias"}
+    return experts_beside_shared(fields, (True,) * layers, normalized=normalized, **router)
+
+
+def kolibri1_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the size of an MLP, which no layer has, and the types of layers: every fifth has full
+    attention.
+    """
+    layers = fields.integer("num_hidden_layers")
+    usual = [SLIDING if (layer + 1) % 5 else FULL for layer in range(layers)]
+    inner = fields.integer("shared_expert_intermediate_size")
+    return {"intermediate_size": inner, "layer_types": fields.raw.get("layer_types") or usual}
+
+
+def flint_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    router = {"scoring": "sigmoid", "shared": "shared_expert"}
+    normalized = fields.flag("norm_topk_prob", default=True)
+    return experts_beside_shared(fields, sparse_layers(fields, layers), normalized=normalized, **router)
+
+
+def flint_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the types of layers: the first two, the second of every four and the last have full
+    attention.
+    """
+    layers = fields.integer("num_hidden_layers")
+    is_full = [layer < 2 or layer % 4 == 1 or layer == layers - 1 for layer in range(layers)]
+    usual = [FULL if each else SLIDING for each in is_full]
+    return {"layer_types": fields.raw.get("layer_types") or usual}
+
+
+def types_or_full(fields: Fields) -> dict[str, Any]:
+    layers = fields.integer("num_hidden_layers")
+    return {"layer_types": fields.raw.get("layer_types") or [FULL] * layers}
+
+
+def laguna_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
+    """Return the sizes of layers with heads of their own; empty where all have as many."""
+    if fields.raw.get("num_attention_heads_per_layer") is None:
+        return ()
+    heads, kv_heads = fields.numbers("num_attention_heads_per_layer"), fields.integer("num_key_value_heads")
+    if len(heads) != layers or not all(each > 0 and each % kv_heads == 0 for each in heads):
+        raise fields.error(
+            f"num_attention_heads_per_layer must have {layers} multiples of num_key_value_heads {kv_heads}"
+        )
+    inner, head_dim = fields.integer("intermediate_size"), fields.integer("head_dim", 128)
+    return tuple(
+        LayerSizes(kv_heads=kv_heads, head_dim=head_dim, inner=inner, kv_source=layer, heads=int(each))
+        for layer, each in enumerate(heads)
+    )
+
+
+def laguna_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    return experts_beside_shared(
+        fields,
+        layers_after_dense(fields, layers),
+        normalized=True,
+        scoring="sigmoid",
+        scale=fields.number("moe_routed_scaling_factor", 1.0),
+        correction="experts.e_score_correction_bias",
+        shared="shared_expert",
+    )
+
+
+def laguna_variant(fields: Fields) -> dict[str, Any]:
+    gating = fields.raw.get("gating", True)
+    if gating not in (True, "per-head", "per-element"):
+        raise fields.error(f"gating {show(gating)} is not supported, only per-head or per-element")
+    is_wide = gating == "per-element"
+    return {"attention_gate": "g_proj" if is_wide else None, "head_gate_flag": "" if is_wide else "has_gates"}
+
+
+def refuse_other_laguna(fields: Fields) -> None:
+    if fields.raw.get("gating") == "per-element" and fields.flag("attention_bias", default=False):
+        raise fields.error("attention_bias is not supported with a gating of per-element")
+    refuse_options(moe_router_logit_softcapping=0.0, moe_apply_router_weight_on_input=False)(fields)
+
+
+def mimo_v2_sizes(fields: Fields) -> dict[str, Any]:
+    """Return keys as transformers writes them: published files name layers by 0 and 1, and have another key
+    for each kind of layer.
+    """
+    layers, raw = range(fields.integer("num_hidden_layers")), fields.raw
+    found: dict[str, Any] = {"routed_scaling_factor": fields.number("routed_scaling_factor", 1.0)}
+    if raw.get("layer_types") is None:
+        is_sliding = raw.get("hybrid_layer_pattern") or [
+            layer > 0 and (layer + 1) % 6 > 0 for layer in layers
+        ]
+        found["layer_types"] = [SLIDING if each else FULL for each in _each(fields, is_sliding)]
+    if raw.get("mlp_layer_types") is None:
+        is_sparse = raw.get("moe_layer_freq") or [layer > 0 for layer in layers]
+        found["mlp_layer_types"] = ["sparse" if each else "dense" for each in _each(fields, is_sparse)]
+    if raw.get("sliding_window_size") is not None:
+        found["sliding_window"] = fields.integer("sliding_window_size") + 1
+    if not raw_rope(fields).keys() & {FULL, SLIDING}:
+        part = fields.number("partial_rotary_factor", 0.334)
+        thetas = {FULL: fields.number("rope_theta", 5e6), SLIDING: fields.number("swa_rope_theta", 1e4)}
+        ropes = {kind: {"rope_theta": each, "partial_rotary_factor": part} for kind, each in thetas.items()}
+        found["rope_parameters"] = ropes
+    return found
+
+
+def _each(fields: Fields, kinds: Any) -> list[Any]:
+    if not isinstance(kinds, list):
+        raise fields.error("hybrid_layer_pattern and moe_layer_freq must have a 0 or a 1 for each layer")
+    return kinds
+
+
+def mimo_v2_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
+    """Return sizes by the type of a layer: those with a window have twice the KV heads, and sinks."""
+    few, inner = fields.integer("num_key_value_heads"), fields.integer("intermediate_size")
+    many = fields.integer("swa_num_key_value_heads", 2 * few)
+    head_dim, value_dim = fields.integer("head_dim", 192), fields.integer("v_head_dim", 128)
+    if value_dim > head_dim:
+        raise fields.error(f"v_head_dim {value_dim} must be at most head_dim {head_dim}")
+    if (heads := fields.integer("num_attention_heads")) % many:
+        raise fields.error(f"num_attention_heads {heads} is not a multiple of {many} KV heads of some layers")
+    return tuple(
+        LayerSizes(
+            kv_heads=many if kind == SLIDING else few,
+            head_dim=head_dim,
+            inner=inner,
+            kv_source=layer,
+            value_dim=value_dim,
+            has_sinks=kind == SLIDING,
+        )
+        for layer, kind in enumerate(layer_types(fields, layers))
+    )
+
+
+def mimo_v2_scales(fields: Fields) -> Scales:
+    value = fields.optional_number("attention_value_scale")
+    return Scales(values=1.0 if value is None else value)
+
+
+def refuse_other_mimo_v2(fields: Fields) -> None:
+    refuse_options(add_full_attention_sink_bias=False, add_swa_attention_sink_bias=True)(fields)
+    for key in ("head_dim", "v_head_dim", "num_attention_heads"):
+        if fields.raw.get(f"swa_{key}") not in (None, fields.raw.get(key)):
+            raise fields.error(
+                f"swa_{key} {show(fields.raw[f'swa_{key}'])} is not supported, only that of {key}"
+            )
+
+
+_LAGUNA_ROPES: Mapping[str, Any] = {
+    FULL: {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+}
+
+DEEPSEEK_V3 = Architecture(
+    model_type="deepseek_v3",
+    defaults={
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_nextn_predict_layers": 1,
+    },
+    sizes=deepseek_sizes,
+    latent=deepseek_latent,
+    scales=deepseek_scales,
+    ropes=deepseek_rope,
+    experts=deepseek_v3_experts,
+    own_code="modeling_deepseek.DeepseekV3ForCausalLM",
+    mtp="deepseek",
+)
+MIXTURES: dict[str, Architecture] = {
+    "Cohere2MoeForCausalLM": Architecture(
+        model_type="cohere2_moe",
+        defaults={
+            "logit_scale": 0.0625,
+            "tie_word_embeddings": True,
+            "sliding_window": 4096,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        head_dim=128,
+        attention_bias=True,
+        variant=cohere2_moe_variant,
+        sizes=cohere2_moe_sizes,
+        windows=windows_by_type,
+        ropes=cohere2_moe_ropes,
+        scales=cohere_scales,
+        experts=cohere2_moe_experts,
+    ),
+    "FlintForCausalLM": Architecture(
+        model_type="flint",
+        defaults={"sliding_window": 513, "mlp_only_layers": [0, 1]},
+        head_dim=128,
+        attention_bias=True,
+        has_sinks=True,
+        qk_norm="heads",
+        sizes=flint_sizes,
+        windows=windows_by_type,
+        ropes=rope_of_sliding_layers,
+        experts=flint_experts,
+        names={"sinks": "softmax_offset"},
+    ),
+    "Kolibri1ForCausalLM": Architecture(
+        model_type="kolibri1",
+        defaults={"sliding_window": 513},
+        head_dim=128,
+        qk_norm="heads",
+        block="sandwich",
+        sizes=kolibri1_sizes,
+        windows=windows_by_type,
+        ropes=rope_of_sliding_layers,
+        experts=kolibri1_experts,
+        names={
+            "post_attention_layernorm": "post_attn_norm",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "post_feedforward_layernorm": "post_ffn_norm",
+        },
+    ),
+    "LagunaForCausalLM": Architecture(
+        model_type="laguna",
+        defaults={
+            "sliding_window": 512,
+            "first_k_dense_replace": 1,
+            "rope_parameters": _LAGUNA_ROPES,
+        },
+        head_dim=128,
+        attention_bias=True,
+        qk_norm="heads",
+        gate_function="softplus",
+        variant=laguna_variant,
+        sizes=types_or_full,
+        layer_sizes=laguna_layers,
+        windows=windows_by_type,
+        ropes=partial_ropes_by_type,
+        experts=laguna_experts,
+        own_code="modeling_laguna.LagunaForCausalLM",
+        refuse=refuse_other_laguna,
+    ),
+    "MiMoV2FlashForCausalLM": Architecture(
+        model_type="mimo_v2_flash",
+        defaults={"attention_out_bias": False, "attention_value_scale": 0.707, "sliding_window": 129},
+        head_dim=192,
+        attention_bias=True,
+        has_sinks=True,
+        sizes=mimo_v2_sizes,
+        layer_sizes=mimo_v2_layers,
+        windows=windows_by_type,
+        ropes=partial_ropes_by_type,
+        scales=mimo_v2_scales,
+        experts=deepseek_v3_experts,
+        names={"sinks": "attention_sink_bias"},
+        own_code="modeling_mimo_v2_flash.MiMoV2FlashForCausalLM",
+        refuse=refuse_other_mimo_v2,
+    ),
+}
+"""Such models by the class name in `architectures` of config.json."""
