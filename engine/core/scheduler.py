@@ -171,7 +171,7 @@ class Scheduler:
         if pipeline.ahead and not may_prefill and self.drafting.awaits_tokens(self._running.values()):
             return plan
         mixed = self.config.mixed_budget if decoding else 0
-        budget = pipeline.share(mixed or self.config.token_budget)
+        budget = ceil_div(mixed or self.config.token_budget, pipeline.stages)
         express = has_prompts and not self._was_express
         self._was_express = express and self._schedule_express(plan, budget, decoding, prompts, pipeline)
         if not self._was_express:
