@@ -142,7 +142,7 @@ class EngineManager:
             return
         if self._failures.pop(name, None) is not None:
             return
-        model = self._find(name)
+        model = self.find(name)
         if model is None:
             raise model_not_found(name)
         del self._loaded[model.name]
@@ -254,7 +254,7 @@ class EngineManager:
         if self._closed:
             raise draining()
         name = self._only_name() if model is None else model
-        found = self._find(name)
+        found = self.find(name)
         if found is not None:
             found.touch()
             return found
@@ -294,10 +294,6 @@ class EngineManager:
         ]
         return judge_readiness(failures, loaded, loading, has_served=self._has_served)
 
-    def find(self, name: str) -> LoadedModel | None:
-        """Find by name or alias, without counting as a use."""
-        return self._find(name)
-
     def find_name_by_path(self, path: Path) -> str | None:
         """Name of the loaded or loading model with this folder."""
         loaded = (model.name for model in self._loaded.values() if model.path == path)
@@ -308,7 +304,8 @@ class EngineManager:
         """Return whether it is loaded, being loaded, or failed to load."""
         return name in self._failures or any(name in taken for _, taken in self._names())
 
-    def _find(self, name: str) -> LoadedModel | None:
+    def find(self, name: str) -> LoadedModel | None:
+        """Find by name or alias, without counting as a use."""
         if (exact := self._loaded.get(name)) is not None:
             return exact
         return next((m for m in self._loaded.values() if name in m.aliases), None)

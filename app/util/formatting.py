@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,11 @@ def whole_span(seconds: float, *, padded: bool = False) -> str:
     if hours:
         return f"{hours} h {minutes:{digits}} min"
     return f"{minutes} min {rest:{digits}} s" if minutes else f"{rest} s"
+
+
+def rfc3339(unix: float) -> str:
+    """Format a Unix time in UTC."""
+    return datetime.fromtimestamp(unix, UTC).isoformat().replace("+00:00", "Z")
 
 
 def clock(unix: float) -> str:

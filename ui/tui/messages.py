@@ -11,15 +11,19 @@ from textual.message import Message
 from llmbox.app.telemetry.snapshot import NA, Alert, Tick
 
 
-class TickReceived(Message):
+class NewestMessage(Message):
+    """Message that replaces an earlier one of its class which was not handled yet."""
+
+    def can_replace(self, message: Message) -> bool:
+        return type(message) is type(self)
+
+
+class TickReceived(NewestMessage):
     """The daemon sent its telemetry of one second."""
 
     def __init__(self, tick: Tick) -> None:
         super().__init__()
         self.tick = tick
-
-    def can_replace(self, message: Message) -> bool:
-        return isinstance(message, TickReceived)
 
 
 class EventReceived(Message):
@@ -34,22 +38,16 @@ class Connected(Message):
     pass
 
 
-class ConnectionLost(Message):
+class ConnectionLost(NewestMessage):
     """The connection to the daemon was lost, or there was none."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
         self.reason = reason
 
-    def can_replace(self, message: Message) -> bool:
-        return isinstance(message, ConnectionLost)
 
-
-class StateChanged(Message, bubble=False):
+class StateChanged(NewestMessage, bubble=False):
     """Request to the visible screen to draw the state again."""
-
-    def can_replace(self, message: Message) -> bool:
-        return isinstance(message, StateChanged)
 
 
 class ResponseReceived(Message):

@@ -1,7 +1,6 @@
 """Anthropic's Message Batches API: lists of messages that run in the background."""
 
 from collections.abc import AsyncGenerator
-from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,6 +12,7 @@ from msgspec import Meta, Struct
 from ...errors import ApiError
 from ...services import Services
 from ...store.batches import Batch, BatchItem, BatchPage, BatchResult
+from ...util.formatting import rfc3339
 from ..auth.guard import Access, services_and_owner
 from ..openai.batches import batch_not_found, find_batch
 from ..openai.sampling import invalid
@@ -210,16 +210,12 @@ def _to_message_batch(request: StrictRequest, batch: Batch) -> MessageBatch:
         )
         if has_ended
         else RequestCounts(processing=batch.total),
-        created_at=_stamp(batch.created),
-        expires_at=_stamp(batch.expires),
-        ended_at=None if batch.ended is None else _stamp(batch.ended),
-        cancel_initiated_at=None if batch.cancelled is None else _stamp(batch.cancelled),
+        created_at=rfc3339(batch.created),
+        expires_at=rfc3339(batch.expires),
+        ended_at=None if batch.ended is None else rfc3339(batch.ended),
+        cancel_initiated_at=None if batch.cancelled is None else rfc3339(batch.cancelled),
         results_url=f"{str(request.base_url).rstrip('/')}{_PATH}/{batch.id}/results" if has_ended else None,
     )
-
-
-def _stamp(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 batches_router = Router(

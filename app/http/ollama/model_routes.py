@@ -22,6 +22,7 @@ from ...hub.errors import HubError
 from ...lifecycle.drain import shutting_down
 from ...models.adapters import set_alias
 from ...models.catalog import HUB_ID, hub_cache
+from ...util.formatting import rfc3339
 from ..auth.guard import Access, identity_of
 from ..openai.request_context import RequestContext
 from ..openai.routes import listed_models
@@ -51,7 +52,6 @@ from .responder import (
     line,
     model_info,
     parameters,
-    stamp,
 )
 
 _SHA256_DIGITS = 64
@@ -330,7 +330,7 @@ async def ollama_show(request: StrictRequest, data: Annotated[ShowRequest, Body(
         details=details_of(card, _weights(control, name)),
         model_info=model_info(card, window),
         capabilities=capabilities(card),
-        modified_at=stamp(card.modified),
+        modified_at=rfc3339(card.modified),
         template=card.template or "",
         parameters=parameters(card.defaults | (alias.sampling if alias else {}), window),
         system=(alias.system or "") if alias else "",
@@ -356,7 +356,7 @@ def _listed(name: str, card: LocalModelFacts) -> OllamaModelEntry:
     return OllamaModelEntry(
         name=name,
         model=name,
-        modified_at=stamp(card.modified),
+        modified_at=rfc3339(card.modified),
         size=card.size,
         digest=card.digest,
         details=details_of(card),
@@ -373,7 +373,7 @@ def _running(name: str, model: LoadedModel, card: LocalModelFacts) -> OllamaRunn
         size=size,
         digest=card.digest,
         details=details_of(card, "" if info.quant == "none" else info.quant),
-        expires_at=stamp(time.time() + _left(model)),
+        expires_at=rfc3339(time.time() + _left(model)),
         size_vram=size if info.device == "cuda" else 0,
         context_length=context_limit(info),
     )

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import AsyncGenerator
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
@@ -15,6 +14,7 @@ from ...gateway.generation import Delta, TokenEntry
 from ...gateway.open_request import OpenRequest
 from ...text.output.format_table import recognize_format
 from ...text.output.output_parser import ParsedOutput
+from ...util.formatting import rfc3339
 from ...util.threads import off_loop
 from ..openai.sampling import chat_logprobs
 from ..server.errors import encode_error
@@ -22,10 +22,6 @@ from ..server.sse import SseOptions
 from .calls import OllamaCall
 
 Kind = Literal["chat", "generate"]
-
-
-def stamp(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def line(value: dict[str, Any]) -> bytes:
@@ -45,7 +41,7 @@ class AnswerWriter:
     def __init__(self, kind: Kind, model: str, opened: OpenRequest, call: OllamaCall) -> None:
         self._kind: Kind = kind
         self._opened, self._call = opened, call
-        self._head = {"model": model, "created_at": stamp(opened.timeline.created)}
+        self._head = {"model": model, "created_at": rfc3339(opened.timeline.created)}
         self._entries: list[TokenEntry] = []
         """Log-probabilities that no line has held yet."""
 
@@ -131,7 +127,7 @@ def build_empty_answer(
     said: dict[str, Any] = (
         {"response": ""} if kind == "generate" else {"message": {"role": "assistant", "content": ""}}
     )
-    data = {"model": model, "created_at": stamp(now), **said, "done": True, "done_reason": reason}
+    data = {"model": model, "created_at": rfc3339(now), **said, "done": True, "done_reason": reason}
     return data | ({"warnings": warnings} if warnings else {})
 
 

@@ -127,16 +127,10 @@ async def prepare_chat(
         image_lease=lease,
         params=params,
         max_tokens=max_tokens,
-        n=body.n or 1,
         stop=stop,
-        keep_stop=bool(body.include_stop_str_in_output),
         call_mark=parsing.tools.call_mark if parsing.tools and stops_loops(body) else None,
         skip_special=body.skip_special_tokens is not False and not parsing.needs_special(model.text),
-        **call.caller_fields(body.priority, body.cache_salt),
-        stream=bool(body.stream),
-        reservation=reservation,
-        finish_by=deadlines.finish_by,
-        first_token_by=deadlines.first_token_by,
+        **call.generation_fields(body, deadlines, reservation),
         max_tokens_param=max_tokens_param,
     )
     echo = _echo(chat) if body.echo else ""

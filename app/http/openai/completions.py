@@ -141,16 +141,10 @@ async def prepare_completion(call: RequestContext, body: CompletionRequest) -> C
         prompts=prompts,
         params=params,
         max_tokens=body.max_tokens,
-        n=n,
         stop=stop,
-        keep_stop=bool(body.include_stop_str_in_output),
         starts_new_text=False,
         skip_special=body.skip_special_tokens is not False,
-        **call.caller_fields(body.priority, body.cache_salt),
-        stream=bool(body.stream),
-        reservation=reservation,
-        finish_by=deadlines.finish_by,
-        first_token_by=deadlines.first_token_by,
+        **call.generation_fields(body, deadlines, reservation),
         prompt_param="prompt",
     )
     return CheckedRequest(body, generation, call.warnings(type(body)) + unknown_inside(call.plain) + cut)

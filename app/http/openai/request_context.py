@@ -144,6 +144,23 @@ class RequestContext:
     def warnings(self, kind: type[msgspec.Struct]) -> list[str]:
         return unknown_fields(kind, self.plain)
 
+    def generation_fields(
+        self,
+        body: ChatCompletionRequest | CompletionRequest,
+        deadlines: "Deadlines",
+        reservation: QueueReservation,
+    ) -> dict[str, Any]:
+        """Return the fields of a `Generation` that chats and completions have in common."""
+        return {
+            **self.caller_fields(body.priority, body.cache_salt),
+            "n": body.n or 1,
+            "keep_stop": bool(body.include_stop_str_in_output),
+            "stream": bool(body.stream),
+            "reservation": reservation,
+            "finish_by": deadlines.finish_by,
+            "first_token_by": deadlines.first_token_by,
+        }
+
     def caller_fields(self, priority: int | None, cache_salt: str | None) -> dict[str, Any]:
         """Return the fields of a `Generation` that depend on the caller."""
         caller = self.caller

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from litestar import Response, Router, delete, get
@@ -15,7 +14,7 @@ from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import context_limit
 from ...text.tokenizer.text_loader import read_tokenizer_config
-from ...util.formatting import hide_folders
+from ...util.formatting import hide_folders, rfc3339
 from ...util.threads import off_loop
 from ..auth.guard import Access, identity_of
 from ..server.errors import is_anthropic_client
@@ -70,7 +69,7 @@ def model_info(model: ModelCard) -> AnthropicModel:
     return AnthropicModel(
         id=model.id,
         display_name=model.id.rpartition("/")[2],
-        created_at=datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
+        created_at=rfc3339(model.created),
         max_input_tokens=model.context_window,
         max_tokens=model.context_window,
     )

@@ -11,7 +11,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
-from textual.message import Message
 from textual.types import CSSPathType
 from textual.widget import Widget
 from textual.widgets import Collapsible, Input, Markdown, Static
@@ -20,7 +19,7 @@ from llmbox.app.admin_client import AnswerPiece
 from llmbox.app.errors import CliError
 from llmbox.app.util.formatting import printable
 
-from ..messages import FetchData
+from ..messages import FetchData, NewestMessage
 from ..rendering import clean, heading, seconds
 from ..widgets.dialogs import ChoiceDialog
 from ..widgets.lines import Lines
@@ -32,11 +31,8 @@ HINT = (
 )
 
 
-class AnswerGrew(Message, bubble=False):
+class AnswerGrew(NewestMessage, bubble=False):
     """Pieces of the answer arrived, or it ended."""
-
-    def can_replace(self, message: Message) -> bool:
-        return isinstance(message, AnswerGrew)
 
 
 class Answer(Vertical):

@@ -10,10 +10,7 @@ from llmbox.app.http.openai.sampling import LOWEST, append_completion_entry, cha
 from llmbox.app.http.openai.unsupported import refuse_unsupported, unknown_fields
 from llmbox.engine.ipc.messages import TokenLogprobs
 
-
-class Bytes:
-    def inner(self, token_id: int) -> bytes:
-        return [b"a", b"\xe4", b"\xbd", b"b"][token_id]
+BYTES = [b"a", b"\xe4", b"\xbd", b"b"]
 
 
 def test_broken_characters_are_written_as_bytes():
@@ -24,8 +21,8 @@ def test_broken_characters_are_written_as_bytes():
 def test_the_chosen_token_is_among_the_alternatives_and_infinity_is_a_number():
     told = CompletionLogprobs()
     logprobs = TokenLogprobs(token_id=3, logprob=-math.inf, rank=9, top=[(1, -0.1), (2, -0.2), (0, -0.3)])
-    append_completion_entry(told, logprobs, 3, 7, Bytes(), 2)
-    append_completion_entry(told, None, 0, 8, Bytes(), 2)
+    append_completion_entry(told, logprobs, 3, 7, BYTES, 2)
+    append_completion_entry(told, None, 0, 8, BYTES, 2)
     assert told.top_logprobs == [{r"bytes:\xe4": -0.1, r"bytes:\xbd": -0.2, "b": LOWEST}, None]
     assert told.token_logprobs == [LOWEST, None]
     assert told.text_offset == [7, 8]
@@ -34,12 +31,12 @@ def test_the_chosen_token_is_among_the_alternatives_and_infinity_is_a_number():
 def test_tokens_can_be_named_by_their_ids():
     told = CompletionLogprobs()
     logprobs = TokenLogprobs(token_id=3, logprob=-0.5, rank=2, top=[(1, -0.1)])
-    append_completion_entry(told, logprobs, 3, 0, Bytes(), 1, as_ids=True)
-    append_completion_entry(told, None, 2, 1, Bytes(), 1, as_ids=True)
+    append_completion_entry(told, logprobs, 3, 0, BYTES, 1, as_ids=True)
+    append_completion_entry(told, None, 2, 1, BYTES, 1, as_ids=True)
     assert told.tokens == ["token_id:3", "token_id:2"]
     assert told.top_logprobs == [{"token_id:1": -0.1, "token_id:3": -0.5}, None]
     entry = TokenEntry(0, b"b", logprobs)
-    (token,) = chat_logprobs([entry], Bytes(), as_ids=True).content
+    (token,) = chat_logprobs([entry], BYTES, as_ids=True).content
     assert (token.token, token.bytes) == ("token_id:3", list(b"b"))
     assert [(top.token, top.bytes) for top in token.top_logprobs] == [("token_id:1", [0xE4])]
 
