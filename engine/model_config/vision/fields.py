@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final, get_args
 
 from ..fields import MAX_LAYERS, MAX_WIDTH, Fields, raw_rope, show
-from .config import MAX_SIDE, VisionActivation, VisionConfig
+from .config import MAX_SIDE, ImageProcessorConfig, TowerConfig, VisionActivation, VisionConfig
 
 MAX_PIXELS: Final = 1 << 28
 _ACTIVATIONS: Final[dict[str, VisionActivation]] = {
@@ -97,6 +97,10 @@ class VisionFiles:
     """`text_config`, or config.json."""
     hidden_size: int
     """Width of the language model."""
+
+    def config(self, tower: TowerConfig, processor: ImageProcessorConfig, **values: Any) -> VisionConfig:
+        """Return the config of tower and processor with these other `values` of `VisionConfig`."""
+        return VisionConfig(hidden_size=self.hidden_size, tower=tower, processor=processor, **values)
 
     def pixels(self, mean: tuple[float, ...], std: tuple[float, ...], resample: int) -> dict[str, Any]:
         """Return normalization and filter of the image processor, with their defaults."""

@@ -47,17 +47,16 @@ def gemma3(files: VisionFiles) -> VisionConfig:
         kind="square", unit=image_side // across, tile=image_side, **crops, **files.pixels(HALF, HALF, 2)
     )
     start, image = files.token_text("boi_token", "<start_of_image>"), "<image_soft_token>"
-    return VisionConfig(
+    return files.config(
+        tower,
+        processor,
         family="Gemma 3",
         image_token_id=files.image_token(262144, "image_token_index", "image_token_id"),
         placeholder=start,
         image_text=files.token_text("image_token", image),
         start=f"\n\n{start}",
         end=f"{files.token_text('eoi_token', '<end_of_image>')}\n\n",
-        hidden_size=files.hidden_size,
         is_bidirectional=True,
-        tower=tower,
-        processor=processor,
     )
 
 
@@ -173,17 +172,16 @@ def _gemma4_images(files: VisionFiles, tower: TowerConfig, both_directions: obje
     )
     image = files.token_text("image_token", "<|image|>")
     is_bidirectional = both_directions == "vision"
-    return VisionConfig(
+    return files.config(
+        tower,
+        processor,
         family="Gemma 4",
         image_token_id=files.image_token(258880, "image_token_id"),
         placeholder=image,
         image_text=image,
         start=files.token_text("boi_token", "<|image>"),
         end=files.token_text("eoi_token", "<image|>"),
-        hidden_size=files.hidden_size,
         pad_id=files.text.integer("pad_token_id", 0),
         is_bidirectional=is_bidirectional,
         bidirectional_windows=is_bidirectional,
-        tower=tower,
-        processor=processor,
     )

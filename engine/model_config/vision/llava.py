@@ -60,16 +60,15 @@ def mistral3(files: VisionFiles) -> VisionConfig:
         longest=longest,
         **files.pixels(CLIP_MEAN, CLIP_STD, 3),
     )
-    return VisionConfig(
+    return files.config(
+        tower,
+        processor,
         family="Mistral 3",
         image_token_id=files.image_token(10, "image_token_index", "image_token_id"),
         placeholder="[IMG]",
         image_text="[IMG]",
         line_end="[IMG_BREAK]",
         end="[IMG_END]",
-        hidden_size=files.hidden_size,
-        tower=tower,
-        processor=processor,
     )
 
 
@@ -144,14 +143,13 @@ def llava(files: VisionFiles) -> VisionConfig:
         projector_activation=model.activation("gelu", "projector_hidden_act"),
     )
     image = files.token_text("image_token", "<image>")
-    return VisionConfig(
+    return files.config(
+        tower,
+        _llava_processor(files, tower, image_side, is_clip=is_clip),
         family="LLaVA",
         image_token_id=files.image_token(32000, "image_token_index", "image_token_id"),
         placeholder=image,
         image_text=image,
-        hidden_size=files.hidden_size,
-        tower=tower,
-        processor=_llava_processor(files, tower, image_side, is_clip=is_clip),
     )
 
 

@@ -58,14 +58,13 @@ def _qwen(
     )
     if out != files.hidden_size:
         raise files.tower.error(f"embeddings of {out} numbers are not those of the language model")
-    return VisionConfig(
+    return files.config(
+        tower,
+        processor,
         family=family,
         image_token_id=files.image_token(defaults[0], "image_token_id"),
         placeholder=mark,
         image_text=mark,
-        hidden_size=files.hidden_size,
-        tower=tower,
-        processor=processor,
         **mrope,
     )
 

@@ -44,15 +44,14 @@ def idefics3(files: VisionFiles) -> VisionConfig:
         splits=rules.flag("do_image_splitting", default=True),
         **files.pixels(HALF, HALF, 1),
     )
-    return VisionConfig(
+    return files.config(
+        tower,
+        processor,
         family="SmolVLM, Idefics3",
         image_token_id=files.image_token(128257, "image_token_id"),
         placeholder="<image>",
         image_text="<image>",
         start="<fake_token_around_image>",
-        hidden_size=files.hidden_size,
-        tower=tower,
-        processor=processor,
     )
 
 
@@ -95,16 +94,15 @@ def lfm2_vl(files: VisionFiles) -> VisionConfig:
         tolerance=rules.number("max_pixels_tolerance", 2.0),
         **files.pixels(HALF, HALF, 2),
     )
-    return VisionConfig(
+    return files.config(
+        tower,
+        processor,
         family="LFM2-VL",
         image_token_id=files.image_token(396, "image_token_id", "image_token_index"),
         placeholder="<image>",
         image_text="<image>",
         start="<|image_start|>",
         end="<|image_end|>",
-        hidden_size=files.hidden_size,
-        tower=tower,
-        processor=processor,
     )
 
 
@@ -174,16 +172,15 @@ def internvl(files: VisionFiles) -> VisionConfig:
         **files.pixels(CLIP_MEAN, CLIP_STD, 3),
     )
     image = files.token_text("context_image_token", "<IMG_CONTEXT>")
-    return VisionConfig(
+    return files.config(
+        tower,
+        processor,
         family="InternVL",
         image_token_id=files.image_token(151667, "image_token_id"),
         placeholder=image,
         image_text=image,
         start=files.token_text("start_image_token", "<img>"),
         end=files.token_text("end_image_token", "</img>"),
-        hidden_size=files.hidden_size,
-        tower=tower,
-        processor=processor,
     )
 
 
@@ -250,16 +247,15 @@ def llama4(files: VisionFiles) -> VisionConfig:
         tile_counts=(1, most),
         **files.pixels(HALF, HALF, 2),
     )
-    return VisionConfig(
+    return files.config(
+        tower,
+        processor,
         family="Llama 4",
         image_token_id=files.image_token(200092, "image_token_id", "image_token_index"),
         placeholder="<|image|>",
         image_text="<|patch|>",
         start="<|image_start|>",
         end="<|image_end|>",
-        hidden_size=files.hidden_size,
-        tower=tower,
-        processor=processor,
     )
 
 
@@ -317,7 +313,9 @@ def minicpmv(files: VisionFiles) -> VisionConfig:
     start, end = marks("image", "<image>", "</image>")
     image = files.token_text("image_token", "<|image_pad|>")
     numbered = rules.flag("use_image_id", default=True)
-    return VisionConfig(
+    return files.config(
+        tower,
+        processor,
         family="MiniCPM-V",
         image_token_id=files.image_token(248056, "image_token_id"),
         placeholder=image,
@@ -326,7 +324,4 @@ def minicpmv(files: VisionFiles) -> VisionConfig:
         end=end,
         tile_marks=marks("slice", "<slice>", "</slice>"),
         number_marks=marks("image_id", "<image_id>", "</image_id>") if numbered else (),
-        hidden_size=files.hidden_size,
-        tower=tower,
-        processor=processor,
     )
