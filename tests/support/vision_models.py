@@ -1,6 +1,7 @@
 """Tiny random vision-language models, and pictures."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -386,7 +387,7 @@ def make_vision_model(directory: Path, kind: str, **changes: Any) -> Any:
     """Write a checkpoint and return the model of transformers in float32."""
     import transformers
 
-    name, values, processor = MODELS[kind]
+    name, values, processor = deepcopy(MODELS[kind])  # configs of transformers change what they are given
     model_class = getattr(transformers, name)
     torch.manual_seed(11)
     model = model_class(model_class.config_class(**values | changes)).eval()

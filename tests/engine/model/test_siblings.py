@@ -179,7 +179,7 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "kimi_k25": ("kimi_k25", KIMI_TOWER, LATENT | {"model_type": "deepseek_v3"}),
     "exaone4_5": (
         "exaone4_5",
-        GLM_TOWER,
+        GLM_TOWER | {"num_key_value_heads": 1},
         FAMILIES["exaone4"] | {"model_type": "exaone4"},
     ),
     "nemotron_h_omni": (
@@ -199,7 +199,7 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "internvl-qwen3_moe": ("internvl", INTERNVL, MOE | {"model_type": "qwen3_moe"}),
 }
 """Kind, tower and `text_config`."""
-BLIND = {"muse_glimmer", "kimi_k25", "exaone4_5", "nemotron_h_omni", "minicpmv4_7", "cohere2_vision"}
+BLIND = {"muse_glimmer", "kimi_k25", "nemotron_h_omni", "minicpmv4_7", "cohere2_vision"}
 BLIND |= {"cohere2_vision-moe", "aya_vision"}
 """Those whose tower does not run."""
 

@@ -120,7 +120,7 @@ def test_a_model_is_loaded_measured_and_served_over_a_stand_in_for_cuda(
         engine = load(tmp_path, device="cuda", memory_bytes=None, **sizes)
         assert (engine.info.backend, engine.info.image_problem) == ("triton", "")
         kept = engine.info.image_cache_bytes
-        (measured,) = re.findall(r"pictures ([\d.]+) MB", caplog.text)
+        (measured,) = re.findall(r"images ([\d.]+) MB", caplog.text)
         assert float(measured) * 1e6 > kept > 0
         waited, events = len(cuda.queue.waits), cuda.queue.event_waits
         seen = run(engine, requests)

@@ -49,7 +49,7 @@ def test_a_daemon_that_ends_while_names_are_looked_up_is_no_error_of_the_name(tm
 def test_a_wait_says_what_is_done_and_for_how_long(tmp_path, monkeypatch, capsys):
     """A look every second, of a box whose compiler is slow."""
     now = 100.0
-    steps = [loading("starting"), *[loading("compiling: 0 of 3 steps", "kernels", 0, 3)] * 10, READY]
+    steps = [loading("starting"), *[loading("compiling: 0 of 3 steps", "kernels", 0, 3)] * 20, READY]
 
     class Client:
         def get(self, _path):
@@ -67,5 +67,5 @@ def test_a_wait_says_what_is_done_and_for_how_long(tmp_path, monkeypatch, capsys
     assert capsys.readouterr().err.splitlines() == [
         "loading m: starting",
         "loading m: compiling: 0 of 3 steps (5 s)",
-        "loading m: compiling: 0 of 3 steps (10 s)",
+        "loading m: compiling: 0 of 3 steps (15 s)",
     ]
