@@ -12,8 +12,8 @@ from rich.cells import cell_len
 
 from llmbox.app.errors import CliError
 from llmbox.app.telemetry.snapshot import Tick
-from llmbox.ui.tui.command import read_snapshot, snapshot_json, snapshot_lines
 from llmbox.ui.tui.data.mock import MockApi
+from llmbox.ui.tui.snapshot import read_snapshot, snapshot_json, snapshot_lines
 
 ROOT = Path(__file__).parents[3]
 NOON = 1_800_014_400.0

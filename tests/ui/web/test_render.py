@@ -75,3 +75,12 @@ def test_the_panel_has_the_acceptance_of_each_method():
         .render(maps=[drawn], engines={shown.model: state}, most_prefixes=5)
     )
     assert "15 of 40 draft tokens were accepted (ngram 15 of 30, draft_model 0 of 10)" in page
+
+
+@pytest.mark.parametrize("libraries", [True, False])
+def test_a_build_without_browser_libraries_shows_no_empty_charts(libraries):
+    plots = [SimpleNamespace(title="Load", unit="", series=[("cpu", "CPU")], lines=[], note="")]
+    template = environment().get_template("overview/plots.html")
+    html = template.render(plots=plots, libraries=libraries, chosen=600)
+    assert ('<figure class="tile plot"' in html) is libraries
+    assert ("llmbox top" in html) is not libraries
