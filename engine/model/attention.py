@@ -11,6 +11,7 @@ from torch import Tensor
 from llmbox.kernels.ops import AttentionPlan, KVCache, Ops, PackedLinear
 
 from ..checkpoint.safetensors import ShardSlice
+from ..model_config.architecture import OWN_GATES
 from ..model_config.config import ModelConfig
 from ..weights.source import Weights, norm_weight
 from .forward_context import ForwardContext
@@ -36,15 +37,14 @@ class Attention:
         sliding = config.sliding_layers(before)
         self.layer_of_kind = self.layer - sliding if config.windows[layer] is None else sliding
         """Index where sliding-window layers have a cache of their own, and the others another."""
-        all_heads = sizes.heads or config.num_heads
-        heads, kv_heads = rank.part(all_heads), rank.layout.kv_heads(sizes.kv_heads)
+        heads, kv_heads = rank.part(sizes.heads), rank.layout.kv_heads(sizes.kv_heads)
         self.heads, self.kv_heads, self.head_dim = heads.size, kv_heads.size, sizes.head_dim
-        self.value_dim = sizes.value_dim or sizes.head_dim
+        self.value_dim = sizes.value_dim
         self.scale = config.scales.attention or self.head_dim**-0.5
         self.softcap = config.scales.attention_cap
         self.sinks_H = None
         if config.has_sinks and sizes.has_sinks:
-            sinks = weights.floats("sinks", all_heads)
+            sinks = weights.floats("sinks", sizes.heads)
             self.sinks_H = sinks[heads.start : heads.stop].contiguous()
         self.eps = config.rms_norm_eps
         self.window = config.windows[layer]
@@ -68,7 +68,7 @@ class Attention:
             outputs[self.gate] = q
         self._by_group = config.stacks_by_group
         if self._by_group:
-            each = (all_heads // sizes.kv_heads + 2) * self.head_dim
+            each = (sizes.heads // sizes.kv_heads + 2) * self.head_dim
             outputs = {"qkv_proj": rows_of(kv_heads, each)}
         self.input = self.qkv = weights.linear(
             outputs,
@@ -226,10 +226,6 @@ class NarrowValueAttention(Attention):
         return self.rank.row_parallel_linear(
             ops, self.output, ops.concat((out_THV,)).flatten(1), x_TE.shape[1]
         )
-
-
-OWN_GATES = frozenset({"gate_proj", "g_proj"})
-"""Linears with nothing but gates."""
 
 
 def spread_gates(ops: Ops, weights: Weights, heads: int, width: int) -> PackedLinear:

@@ -123,7 +123,8 @@ def _make_attention(config: ModelConfig, number: int, weights: Weights, ops: Ops
         return BidirectionalAttention(config, number, weights.at("self_attn"), ops)
     if config.norms_values:
         return NormedValueAttention(config, number, weights.at("self_attn"), ops)
-    if config.sizes_of(number).value_dim:
+    sizes = config.sizes_of(number)
+    if sizes.value_dim != sizes.head_dim or config.scales.values != 1.0:
         return NarrowValueAttention(config, number, weights.at("self_attn"), ops)
     attention_kind = QK_NORMS.get(config.qk_norm, Attention)
     return attention_kind(config, number, weights.at("self_attn"), ops)

@@ -32,6 +32,8 @@ BIASED_NORMS: frozenset[BlockKind] = frozenset({"layer_norm", "parallel_biased",
 AttentionGate = Literal["q_proj", "gate_proj", "g_proj"]
 """Linear with gates, by a function of which attention's results are multiplied: behind the query of each
 head, or one of their own."""
+OWN_GATES: frozenset[AttentionGate] = frozenset({"gate_proj", "g_proj"})
+"""Linears with nothing but gates."""
 GateFunction = Literal["sigmoid", "softplus"]
 QKNorm = Literal["heads", "width", "no_weight", "no_weight_anywhere", "layer", "layer_by_head"]
 """QK-norm: RMS norm of queries and keys per head, over all heads of a row together, or per head without a

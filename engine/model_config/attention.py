@@ -155,9 +155,9 @@ class LayerSizes:
     sparsity: float = 0.0
     """Share of the gates of its MLP that are set to 0; 0: none is."""
     heads: int = 0
-    """Query heads; 0: as many as `ModelConfig.num_heads`."""
+    """Query heads; 0: as many as the model has (`ModelConfig.sizes_of` fills them in)."""
     value_dim: int = 0
-    """Width of a value before it is widened to `head_dim`; 0: it is as wide."""
+    """Width of a value before it is widened to `head_dim`; 0: it is as wide (filled in too)."""
     has_sinks: bool = True
     """False if heads have no sinks, where other layers have some."""
 

@@ -146,10 +146,16 @@ class ModelConfig(ArchitectureTraits):
 
     def sizes_of(self, layer: int) -> LayerSizes:
         if self.layer_sizes:
-            return self.layer_sizes[layer]
-        return LayerSizes(
-            kv_heads=self.num_kv_heads, head_dim=self.head_dim, inner=self.intermediate_size, kv_source=layer
-        )
+            found = self.layer_sizes[layer]
+        else:
+            found = LayerSizes(
+                kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                inner=self.intermediate_size,
+                kv_source=layer,
+            )
+        heads, value_dim = found.heads or self.num_heads, found.value_dim or found.head_dim
+        return replace(found, heads=heads, value_dim=value_dim)
 
     @property
     def sliding_heads(self) -> tuple[int, int] | None:
@@ -235,7 +241,7 @@ class ModelConfig(ArchitectureTraits):
             exact_params=self.num_parameters,
             latent=None if self.latent is None else self.latent.shape(self.hidden_size, self.num_heads),
             shares_selection=self.sparse_index is not None and not all(self.sparse_index.layers),
-            other_heads=tuple(sorted({sizes.heads for sizes in self.layer_sizes} - {0, self.num_heads})),
+            other_heads=tuple(sorted({each.heads for each in self.layer_sizes} - {0, self.num_heads})),
             fits_float16=self.fits_float16,
             quant=self.quant,
             stored=None if self.stored is None else self.stored.label,

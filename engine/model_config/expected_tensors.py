@@ -14,7 +14,7 @@ from ..checkpoint.formats.weight_format import GgufFormat
 from ..checkpoint.index import NOT_NEEDED, ExpectedTensors, refuse_undeclared
 from ..checkpoint.names import renamed
 from ..checkpoint.safetensors import TensorEntry, misplaced_tensor, missing_tensor
-from .architecture import BIASED_NORMS, EncoderConfig
+from .architecture import BIASED_NORMS, OWN_GATES, EncoderConfig
 from .attention import LatentConfig
 from .config import ModelConfig
 from .moe import ExpertsConfig, StackedExperts
@@ -154,10 +154,10 @@ def _take_gemma(found: ExpectedTensors, prefix: str, config: ModelConfig) -> Non
 def _take_attention(found: ExpectedTensors, module: str, config: ModelConfig, layer: int) -> None:
     sizes, hidden = config.sizes_of(layer), config.hidden_size
     head_dim, has_kv = sizes.head_dim, sizes.kv_source == layer
-    all_heads, value_dim = sizes.heads or config.num_heads, sizes.value_dim or head_dim
+    all_heads, value_dim = sizes.heads, sizes.value_dim
     q, kv, v = all_heads * head_dim, sizes.kv_heads * head_dim, sizes.kv_heads * value_dim
     rows = {"q_proj": q * (1 + (config.attention_gate == "q_proj"))}
-    if config.attention_gate in {"gate_proj", "g_proj"}:
+    if config.attention_gate in OWN_GATES:
         rows[config.attention_gate] = q
     if has_kv:
         rows |= {"k_proj": kv, "v_proj": v} if sizes.has_values else {"k_proj": kv}

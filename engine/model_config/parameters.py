@@ -87,24 +87,19 @@ def _attention_params(config: "ModelConfig", layer: int) -> int:
     sizes, hidden = config.sizes_of(layer), config.hidden_size
     if config.latent is not None:
         return config.latent.shape(hidden, config.num_heads).params
-    is_owner, heads = sizes.kv_source == layer, sizes.heads or config.num_heads
-    q, kv = heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim * is_owner
-    norms = {"heads": (1 + is_owner) * sizes.head_dim, "width": q + kv}.get(config.qk_norm or "", 0)
-    linears = hidden * (2 * q + kv * (1 + sizes.has_values) + heads * config.has_head_gate)
-    if sizes.value_dim:
-        linears -= hidden * (heads + sizes.kv_heads) * (sizes.head_dim - sizes.value_dim)
+    is_owner, heads = sizes.kv_source == layer, sizes.heads
+    q, results = heads * sizes.head_dim, heads * sizes.value_dim
+    k, v = sizes.kv_heads * sizes.head_dim * is_owner, sizes.kv_heads * sizes.value_dim * is_owner
+    norms = {"heads": (1 + is_owner) * sizes.head_dim, "width": q + k}.get(config.qk_norm or "", 0)
+    linears = hidden * (q + results + k + v * sizes.has_values + heads * config.has_head_gate)
     gates = q * (hidden + config.qkv_bias) * bool(config.attention_gate)
-    biases = (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias
+    biases = (q + k + v) * config.qkv_bias + hidden * config.o_bias
     biases += heads * (config.has_sinks and sizes.has_sinks)
-    if sizes.value_dim:
-        biases -= sizes.kv_heads * (sizes.head_dim - sizes.value_dim) * config.qkv_bias
     return norms + linears + gates + biases
 
 
 def list_inputs(config: "ModelConfig") -> tuple[tuple[str, int], ...]:
     """Return `ModelShape.other_inputs`."""
-    widths = {
-        ("a narrower attention", (sizes.heads or config.num_heads) * (sizes.value_dim or sizes.head_dim))
-        for sizes in config.layer_sizes
-    }
-    return tuple(sorted(widths | {("a smaller MLP", sizes.inner) for sizes in config.layer_sizes}))
+    layers = [config.sizes_of(layer) for layer in range(len(config.layer_sizes))]
+    widths = {("a narrower attention", sizes.heads * sizes.value_dim) for sizes in layers}
+    return tuple(sorted(widths | {("a smaller MLP", sizes.inner) for sizes in layers}))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .attention import exaone4_windows, layer_types
+from .attention import FULL, SLIDING, exaone4_windows, layer_types
 from .fields import Fields, raw_rope
 
 MAX_FACTOR = 65536.0
@@ -112,7 +112,7 @@ MINISTRAL3_ROPE: Mapping[str, Any] = {
 }
 """Defaults of transformers for a gpt-oss and a Ministral 3."""
 
-LAYER_KINDS = "full_attention", "sliding_attention"
+LAYER_KINDS = FULL, SLIDING
 LayerRopes = tuple[tuple[RopeConfig, ...], tuple[int, ...]]
 """RoPE variants, and the index of each layer's."""
 RopeRule = Callable[[Fields, int, int, int], LayerRopes]
@@ -254,12 +254,12 @@ def rope_of_some_layers(fields: Fields, head_dim: int, positions: int, layers: i
 def olmo3_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return a scaled RoPE for layers of full attention, and an unscaled one for sliding windows."""
     names = LAYER_KINDS
-    raw = fields.mapping("rope_parameters") or {"full_attention": fields.mapping("rope_scaling")}
+    raw = fields.mapping("rope_parameters") or {FULL: fields.mapping("rope_scaling")}
     if not raw.keys() <= set(names):
         raise fields.error(f"rope_parameters must have an entry for {names[0]} and {names[1]}, and no others")
     by_type = Fields(raw, fields.where)
     found = tuple(whole_heads(by_type.mapping(name) or {}, fields, head_dim, positions) for name in names)
-    return found, tuple(int(name == "sliding_attention") for name in layer_types(fields, layers))
+    return found, tuple(int(name == SLIDING) for name in layer_types(fields, layers))
 
 
 def phi3_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
