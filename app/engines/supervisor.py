@@ -146,7 +146,7 @@ class Supervisor:
 
     async def block_map(self) -> BlockMap | None:
         """Return the map of the KV blocks. None while the engine is not ready or too busy to answer."""
-        return await self._queries.blocks.fetch() if self.state == "ready" else None
+        return await self._queries.blocks() if self.state == "ready" else None
 
     async def profile_steps(self, *, is_on: bool) -> StepProfile | None:
         """Start or stop the profile of the engine's steps. None as for `block_map`."""
@@ -377,6 +377,9 @@ class Supervisor:
         self._send(Ping(nonce=0))
 
     def processor_seconds(self) -> float | None:
+        """Return the processor seconds of all ranks. None when unknown, or while a thread waits for a disk or
+        a core: counts as busy.
+        """
         seconds = [processor_seconds(pid) for pid in self.pids]
         return sum(filter(None, seconds)) if seconds and None not in seconds else None
 
