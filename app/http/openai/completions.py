@@ -20,7 +20,6 @@ from ...util.threads import off_loop
 from ..server.sse import TEXT_MARK, data_event, encode, split_at_text
 from .request_context import (
     CheckedRequest,
-    ChunkHeader,
     Deadlines,
     RequestContext,
     check_prompts,
@@ -210,9 +209,7 @@ class _Writer:
         self._call = call
         self._body = call.body
         self._text = call.generation.model.text
-        self._heading = ChunkHeader.of(
-            call.generation.id, opened.created, call.body.model, call.generation.model
-        )
+        self._header = call.header(opened)
         self.with_usage = call.usage_at_end
         self._running_usage = call.usage_in_chunks
         self._plain = not (
@@ -235,7 +232,7 @@ class _Writer:
     def answer(self, deltas: list[Delta]) -> Completion:
         chunk = self._completion([self._choice(delta) for delta in deltas])
         chunk.usage = CompletionUsage.of(self._opened.usage)
-        self._add_extras(chunk)
+        self._call.add_extras(self._opened, chunk)
         return chunk
 
     def event(self, delta: Delta, *, last: bool) -> bytes:
@@ -249,7 +246,7 @@ class _Writer:
         elif self.with_usage:
             chunk.usage = None
         if last and not self.with_usage:
-            self._add_extras(chunk)
+            self._call.add_extras(self._opened, chunk)
         return data_event(chunk)
 
     def glue_next(self, delta: Delta) -> None:
@@ -261,22 +258,11 @@ class _Writer:
     def usage(self) -> bytes:
         chunk = self._completion([])
         chunk.usage = CompletionUsage.of(self._opened.usage)
-        self._add_extras(chunk)
+        self._call.add_extras(self._opened, chunk)
         return data_event(chunk)
 
     def _completion(self, choices: list[CompletionChoice]) -> Completion:
-        heading = self._heading
-        return Completion(
-            id=heading.id,
-            created=heading.created,
-            model=heading.model,
-            choices=choices,
-            system_fingerprint=heading.system_fingerprint,
-        )
-
-    def _add_extras(self, chunk: Completion) -> None:
-        for name, value in self._call.extras(self._opened).items():
-            setattr(chunk, name, value)
+        return Completion(choices=choices, **self._header)
 
     def _choice(self, delta: Delta) -> CompletionChoice:
         which = delta.index // self._call.generation.n

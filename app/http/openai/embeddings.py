@@ -136,10 +136,9 @@ def check_inputs(items: Sequence[str | list[int]], param: str) -> None:
 
 def check_dimensions(dimensions: int | None, model: LoadedModel) -> None:
     """Check `dimensions` against the model. Raises ApiError 400."""
-    info = model.supervisor.info
-    assert info is not None
-    if dimensions is not None and dimensions > info.hidden_size:
-        raise invalid("dimensions", f"this model's vectors have {info.hidden_size}, not {dimensions}")
+    size = model.info.hidden_size
+    if dimensions is not None and dimensions > size:
+        raise invalid("dimensions", f"this model's vectors have {size}, not {dimensions}")
 
 
 def build_pooling_generation(
@@ -158,8 +157,7 @@ def build_pooling_generation(
 
     `prefix`: of the answer's id. Raises ApiError 400.
     """
-    info = model.supervisor.info
-    assert info is not None
+    info = model.info
     if pooling is None:
         _require_embeddings(model.name, info)
     if pooling is None or info.pooling in {"embed", "classify"}:
@@ -307,8 +305,7 @@ async def _cut(documents: list[str], most: int | None, model: LoadedModel) -> tu
 
 async def find_reranker(model: LoadedModel) -> Reranker:
     """Return the model's reranker. Raises ApiError 400 for a model that cannot rank."""
-    info = model.supervisor.info
-    assert info is not None
+    info = model.info
     if info.num_labels > 1:
         raise not_a_reranker(f"it sorts texts into {info.num_labels} classes and gives no score")
     if info.num_labels == 1:

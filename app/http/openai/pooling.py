@@ -278,8 +278,7 @@ async def _find_pair_reranker(model: LoadedModel) -> Reranker | None:
     """Return the model's reranker; None for an embedding model, whose cosine is the score. Raises ApiError
     400 for a model that is neither.
     """
-    info = model.supervisor.info
-    assert info is not None
+    info = model.info
     try:
         return await find_reranker(model)
     except ApiError as error:

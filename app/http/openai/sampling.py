@@ -45,9 +45,7 @@ async def sampling_params(
     fields: GenerationFields, model: LoadedModel, limits: LimitSettings, logprobs: Logprobs
 ) -> SamplingParams:
     """Build the engine's parameters. Raises ApiError 400. The gateway fills in `max_tokens`."""
-    info = model.supervisor.info
-    assert info is not None
-    vocabulary = info.vocab_size
+    vocabulary = model.info.vocab_size
     stop_ids = _check_ids("stop_token_ids", fields.stop_token_ids or (), vocabulary)
     if not fields.ignore_eos:
         stop_ids += tuple(i for i in model.text.eos_token_ids if i < vocabulary and i not in stop_ids)
