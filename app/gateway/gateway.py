@@ -29,19 +29,17 @@ from ..store.record import ContentDraft, LiveRequest, RequestRecord
 from ..tracing.tracer import RequestTracer
 from .choice_stream import AnswerBuffer, ChoiceStream, OutputHasher
 from .generation import Generation, choice_seed, params_json, sequence_id
-from .open_request import NullObserver, OpenRequest, RequestObserver, RevocationWatcher
+from .open_request import OpenRequest, RequestObserver, RevocationWatcher
 from .request_times import ExchangeClock, call_after_times, sequence_records
 from .target_admission import TargetAdmission
 
 
 def check_generates(model: LoadedModel) -> None:
     """Raise ApiError 400 for a model that does not generate text."""
-    info, name = model.supervisor.info, model.name
-    assert info is not None
-    if not info.generates:
+    if not model.info.generates:
         raise ApiError(
             400,
-            f"{name} makes embeddings or scores, not text: send the request to /v1/embeddings or "
+            f"{model.name} makes embeddings or scores, not text: send the request to /v1/embeddings or "
             "/v1/rerank, or name another model.",
             code="generation_not_supported",
             param="model",
@@ -56,9 +54,8 @@ def max_in_engine(model: LoadedModel, choices: int, *, pools: bool, queue: int) 
     """
     if not pools:
         return choices
-    info = model.supervisor.info
-    assert info is not None
-    return min(choices, info.max_running + min(info.max_running, queue))
+    running = model.info.max_running
+    return min(choices, running + min(running, queue))
 
 
 class Gateway:
@@ -85,7 +82,7 @@ class Gateway:
         """True if images of http and https URLs are fetched; a reload sets it anew."""
         self._log = log
         self._metrics = metrics
-        self._observer = observer or NullObserver()
+        self._observer = observer or RequestObserver()
         self.tracer = tracer or RequestTracer()
         self._open: dict[str, OpenRequest] = {}
         self._revocation = RevocationWatcher(self._open)
@@ -246,7 +243,7 @@ class Gateway:
         self._observer.on_end(record, request.reason)
 
     def _write(self, request: OpenRequest, record: RequestRecord) -> None:
-        """Log a request with the times of its sequences; they follow where the engine has not told them."""
+        """Log a request with the times of its sequences, or without those that the engine reports later."""
         ended, clock = time.monotonic(), request.generation.clock
 
         def late() -> None:
@@ -305,9 +302,7 @@ def max_new_tokens(generation: Generation, prompt: list[int]) -> int:
 
 def model_limit(model: LoadedModel) -> int:
     """Context limit of a model, lowered by the alias that was used."""
-    info = model.supervisor.info
-    assert info is not None
-    limit = context_limit(info)
+    limit = context_limit(model.info)
     return min(limit, model.context_cap or limit)
 
 

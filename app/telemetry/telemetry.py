@@ -23,6 +23,7 @@ from ..config.paths import Paths
 from ..engines.manager import EngineManager
 from ..events import Events
 from ..gateway.gateway import Gateway
+from ..gateway.open_request import RequestObserver
 from ..log import component
 from ..store import RequestLog
 from ..store.record import LiveRequest, RequestRecord
@@ -277,8 +278,8 @@ def _sum(values: list[Number]) -> Number:
     return sum(known) if known else NA
 
 
-class RequestFeed:
-    """Gateway observer that publishes events. Use it only from the daemon's event loop."""
+class RequestFeed(RequestObserver):
+    """Observer that publishes events. Use it only from the daemon's event loop."""
 
     def __init__(self, events: Events, latencies: Latencies, error_rates: ErrorRates) -> None:
         self._events = events
