@@ -14,6 +14,7 @@ hidden.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,13 +33,16 @@ from ..model.rotary import Rotary
 from ..sampling.device_sampler import DeviceSampler
 from ..sampling.device_state import DeviceRequestState, SampledTokenFeedback
 from .block_memory import DeviceBlockMemory, block_memory
-from .cuda_graphs import DecodeGraphs, GraphCapture
-from .draft_model import Follower, ModelProposer
+from .cuda_graphs import CudaCapture, DecodeGraphs
+from .draft_model import ModelProposer
 from .draft_verification import is_decoding
-from .gpu_inputs import DeviceAdapters, DeviceSizes, MixedStep, decode_inputs, decoding_numbers, mixed_inputs
+from .gpu_inputs import DeviceAdapters, DeviceInputs, DeviceSizes, MixedStep
 from .image_rows import EncodedImages
 from .input_batch import begun_blocks, sliding_table
 from .prompt_results import LaunchedStep, StepExtras, queue_extras
+
+if TYPE_CHECKING:
+    from .draft_head import HeadProposer
 
 
 class GPUModelRunner:
@@ -56,7 +60,7 @@ class GPUModelRunner:
         cache: KVCache,
         device: Device,
         sizes: DeviceSizes,
-        capture: GraphCapture | None = None,
+        capture: CudaCapture | None = None,
         graphs_bytes: int = 0,
         *,
         window_cache: KVCache | None = None,
@@ -89,7 +93,16 @@ class GPUModelRunner:
             self.depth = 0  # a launch takes as long as its step, and would keep back the results of another
         self._feedback = SampledTokenFeedback(self._rank, self._rows, self.depth)
         self._uploader = Uploader(device, self.depth + 2 + self.unread)
-        spare_row = decoding_numbers([], [], 1, self._rows.spare)[0]
+        self._inputs = DeviceInputs(
+            self._ops,
+            self._rows,
+            self._uploader,
+            sizes.block_size,
+            with_states=states is not None,
+            with_lengths=rotary.short_context > 0,
+            lag=self.lag,
+        )
+        spare_row, _ = self._inputs.decoding_numbers([], [], 1)
         self._spare = torch.tensor(spare_row, device=where).view(-1, 1)
         self._decoding_4R = self._spare.repeat(1, sizes.rows)
         """State row and length of each row of a decoding step, the slot to save its recurrent state to, and
@@ -103,7 +116,7 @@ class GPUModelRunner:
         self._adapters = DeviceAdapters(model, sizes.rows, self._uploader, where)
         self.proposers: list[ModelProposer] = []
         """Draft model or head beside this one, on the same stream."""
-        self._follower: Follower | None = None
+        self._follower: HeadProposer | None = None
         self._tapped_RF: Tensor | None = None
         self._features_TF: Tensor | None = None
         self.graphs: DecodeGraphs | None = None
@@ -117,7 +130,7 @@ class GPUModelRunner:
             )
             self.graphs = self._make_graphs(self._decode)
 
-    def attach(self, proposer: Follower, cache: KVCache, taps: Sequence[int] = ()) -> None:
+    def attach(self, proposer: "HeadProposer", cache: KVCache, taps: Sequence[int] = ()) -> None:
         """Show the hidden states of each later step to a draft head. `cache`: of the head, if it has one.
         `taps`: layers whose inputs it reads in place of the last hidden states.
         """
@@ -244,7 +257,7 @@ class GPUModelRunner:
 
     def _run_decoding(self, plan: StepPlan, numbers: Sequence[int], size: int) -> None:
         """Compute a decoding step; without a graph of this size the padded rows run eagerly."""
-        inputs, self._contexts[:size] = decoding_numbers(plan.rows, numbers, size, self._rows.spare, self.lag)
+        inputs, self._contexts[:size] = self._inputs.decoding_numbers(plan.rows, numbers, size)
         (uploaded,) = self._uploader.upload(inputs)
         self._decoding_4R[:, :size].copy_(uploaded.view(4, -1))
         is_adapted = self._adapters.are_of(plan.rows)
@@ -258,17 +271,7 @@ class GPUModelRunner:
 
     def _launch_mixed(self, plan: StepPlan, numbers: Sequence[int]) -> LaunchedStep:
         planned = plan.rows
-        step = mixed_inputs(
-            planned,
-            numbers,
-            self._rows,
-            self._uploader,
-            self._sizes.block_size,
-            with_states=self._states is not None,
-            with_adapters=self._adapters.are_of(planned),
-            with_lengths=self._rotary.short_context > 0,
-            lag=self.lag,
-        )
+        step = self._inputs.mixed(planned, numbers, with_adapters=self._adapters.are_of(planned))
         if self.images is not None and any(row.request.images for row in planned):
             forward = self._forward_with_images(step, plan, self.images)
         else:
@@ -318,21 +321,16 @@ class GPUModelRunner:
 
         `is_adapted`: apply adapters to the rows that `DeviceAdapters.tiles` names.
         """
-        row_N, length_N, save_N, draft_N = self._decoding_4R[:, :size]
-        ids_N, ragged = decode_inputs(
-            self._ops,
-            self._rows,
-            row_N,
-            length_N,
+        decoding_4N = self._decoding_4R[:, :size]
+        ids_N, ragged = self._inputs.decode(
+            decoding_4N,
             self._contexts[:size],
-            self._sizes.block_size,
-            None if self._states is None else save_N,
-            self._adapters.of_decoding(size) if is_adapted else None,
-            draft_N if self._sizes.draft_rows else None,
+            with_drafts=self._sizes.draft_rows > 0,
+            adapters=self._adapters.of_decoding(size) if is_adapted else None,
         )
         positions_N = None
         if self._has_mrope:  # images take fewer positions than rows
-            positions_N = ragged.positions_T + self._rows.position_shifts(row_N)
+            positions_N = ragged.positions_T + self._rows.position_shifts(decoding_4N[0])
         # A decoding row is the last of its sequence, so that its position tells the length.
         short = self._rotary.short_context
         is_long = ragged.positions_T >= short if short else False
