@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -24,7 +23,7 @@ from ..model.rotary import Rotary
 from ..model_config.vision.config import IMAGE_ROWS
 from ..planning.memory_model import CUDA_CONTEXT, capture_sizes, graphs_reserve
 from ..planning.memory_plan import MemoryPlan
-from ..runner.cuda_graphs import CudaCapture, GraphCapture
+from ..runner.cuda_graphs import CudaCapture
 from ..runner.draft_head import DeviceHeadRunner
 from ..runner.draft_model import DraftModel
 from ..runner.gpu_inputs import DeviceSizes
@@ -35,25 +34,9 @@ from .warmup import num_warmup_blocks, run_warmup, trial_image
 log = logging.getLogger("llmbox.engine")
 
 
-class MemoryMeter(Protocol):
+class CudaMeter:
     """Memory of one GPU, in bytes."""
 
-    def allocated(self) -> int:
-        """Return the bytes of tensors."""
-        ...
-
-    def peak(self) -> int:
-        """Return the maximum of `allocated` since `reset_peak`."""
-        ...
-
-    def reset_peak(self) -> None: ...
-
-    def runtime(self) -> int:
-        """Return what this process took beside tensors: CUDA context, kernels, memory of libraries."""
-        ...
-
-
-class CudaMeter:
     def __init__(self, device: torch.device, free_before: int) -> None:
         """`free_before`: result of `select_gpu`. What other processes take meanwhile counts as this
         process's: better too little KV memory than too much.
@@ -62,9 +45,11 @@ class CudaMeter:
         self._free_before = free_before
 
     def allocated(self) -> int:
+        """Return the bytes of tensors."""
         return torch.cuda.memory_allocated(self._device)
 
     def peak(self) -> int:
+        """Return the maximum of `allocated` since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
@@ -72,6 +57,7 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def runtime(self) -> int:
+        """Return what this process took beside tensors: CUDA context, kernels, memory of libraries."""
         taken = self._free_before - torch.cuda.mem_get_info(self._device)[0]
         return max(0, taken - torch.cuda.memory_reserved(self._device))
 
@@ -160,7 +146,7 @@ def build(
     parts: RunnerParts,
     plan: MemoryPlan,
     device: Device,
-    make_capture: Callable[[], GraphCapture] | None,
+    make_capture: Callable[[], CudaCapture] | None,
     graphs_bytes: int,
     vocab_size: int = 0,
 ) -> GPUModelRunner:
@@ -205,7 +191,7 @@ def build(
 def profile_kv_blocks(
     config: EngineConfig,
     plan: MemoryPlan,
-    meter: MemoryMeter,
+    meter: CudaMeter,
     graphs: int,
     make: Callable[[MemoryPlan], GPUModelRunner],
     row_counts: Sequence[int] = (),
@@ -261,7 +247,7 @@ def profile_kv_blocks(
     return replace(plan, num_blocks=blocks, workspace_bytes=measured.total - weights - measured.states)
 
 
-def measure_images(runner: GPUModelRunner, plan: MemoryPlan, meter: MemoryMeter) -> int:
+def measure_images(runner: GPUModelRunner, plan: MemoryPlan, meter: CudaMeter) -> int:
     """Return the bytes that it takes to encode the largest image that memory is planned for, and to keep
     embeddings. A small one is encoded too, so that its kernels are compiled.
     """

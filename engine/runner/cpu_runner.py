@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from ..sampling import Sampler
 from ..sampling.sampler import is_plain, take_best
 from ..weights.loaded_adapters import LoadedAdapters
 from .block_memory import DeviceBlockMemory, block_memory
-from .draft_model import Follower
 from .draft_verification import requests_with_nan, result_of, verify_drafts
 from .image_rows import EncodedImages
 from .input_batch import (
@@ -41,6 +40,9 @@ from .input_batch import (
     slots_of_requests,
 )
 from .prompt_results import read_sums, sum_states
+
+if TYPE_CHECKING:
+    from .draft_head import HeadProposer
 
 POPULATED_AHEAD: Final = 128 << 20
 """Bytes of KV memory that are made ready while nothing runs: about a thousand tokens of a small model."""
@@ -93,7 +95,7 @@ class CPUModelRunner:
         self._windows = set(model.config.windows)
         self.adapters = LoadedAdapters(model.adapters, model.dtype, model.rank, lora_bytes)
         self._decoding: DecodingInputs | None = None
-        self._follower: Follower | None = None
+        self._follower: HeadProposer | None = None
         self._taps = False
         self._begun_blocks = self._populated_blocks = 0
         """Numbers below which blocks have been used, and have their pages."""
@@ -101,7 +103,7 @@ class CPUModelRunner:
         self._idle = threading.Event()
         """Not set while a step runs: no blocks get pages beside it."""
 
-    def attach(self, proposer: Follower, cache: KVCache, taps: Sequence[int] = ()) -> None:
+    def attach(self, proposer: "HeadProposer", cache: KVCache, taps: Sequence[int] = ()) -> None:
         """Show the hidden states of each later step to a draft head. `cache`: the head's KV cache, if it has
         one. `taps`: layers whose inputs it reads in place of the last hidden states.
         """
@@ -185,7 +187,7 @@ class CPUModelRunner:
         forward: ForwardContext,
         batch: StepBatch,
         rows: list[ScheduledRequest],
-        follower: Follower,
+        follower: "HeadProposer",
     ) -> StepResult:
         """Run the rest of `execute` and show the hidden states of all rows to the draft head."""
         hidden_TE = self._model.hidden(forward, None)

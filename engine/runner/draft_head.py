@@ -32,7 +32,7 @@ from ..device.device import Device, to_device
 from ..model.draft_heads import DraftHead, MedusaHeads
 from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
-from .cuda_graphs import GraphCapture
+from .cuda_graphs import CudaCapture
 from .draft_model import DraftExecutor, DraftSampler, ModelProposer, SyncDraftExecutor
 from .gpu_inputs import DeviceSizes
 from .gpu_runner import GPUModelRunner
@@ -280,7 +280,7 @@ class DeviceHeadRunner(GPUModelRunner):
         cache: KVCache,
         device: Device,
         sizes: DeviceSizes,
-        capture: GraphCapture | None = None,
+        capture: CudaCapture | None = None,
         graphs_bytes: int = 0,
     ) -> None:
         """`capture`: as of `GPUModelRunner`. Medusa heads have no graph: each pass is another head's."""
