@@ -217,7 +217,7 @@ def take_cores(threads: int, layout: ParallelLayout, device: torch.device) -> in
         return threads
     cores = pick_cores(threads)
     mine = cores_of_rank(cores, layout)
-    if len(mine) < len(cores) and hasattr(os, "sched_setaffinity"):
+    if len(mine) < len(cores):
         os.sched_setaffinity(0, mine)
     return max(1, threads // layout.ranks)
 

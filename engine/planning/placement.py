@@ -276,7 +276,7 @@ def add_host_experts(
             f"experts in main memory need {show_bytes(need, up=True)} as {form} and have {show_bytes(have)}, "
             f"{HOST_MOST:.0%} of what is free: {remedy}"
         )
-    told = (
+    note = (
         f"experts are in main memory, where the CPU computes them: {show_bytes(part.nbytes)} as "
         f"{_show_format(part.quant, plan.dtype)}; all else is on the GPU, and CUDA graphs are off"
     )
@@ -284,7 +284,7 @@ def add_host_experts(
         plan,
         expert_bytes=part.nbytes + workspace,
         expert_quant=part.quant,
-        notes=(*plan.notes, told),
+        notes=(*plan.notes, note),
     )
 
 
