@@ -23,6 +23,7 @@ from ..model.rotary import Rotary
 from ..model_config.vision.config import IMAGE_ROWS
 from ..planning.memory_model import CUDA_CONTEXT, capture_sizes, graphs_reserve
 from ..planning.memory_plan import MemoryPlan
+from ..runner.block_memory import ModelCaches
 from ..runner.cuda_graphs import CudaCapture
 from ..runner.draft_head import DeviceHeadRunner
 from ..runner.draft_model import DraftModel
@@ -164,18 +165,12 @@ def build(
     sizes = DeviceSizes(*counts, plan.window_blocks, parts.draft_rows, vocab_size)
     capture = None if make_capture is None else make_capture()
     if isinstance(parts.model, DraftHead):
-        return DeviceHeadRunner(parts.model, parts.rotary, cache, device, sizes, capture, graphs_bytes)
+        caches = ModelCaches(ops, cache)
+        return DeviceHeadRunner(parts.model, parts.rotary, caches, device, sizes, capture, graphs_bytes)
+    states = None if parts.state_shape is None else make_state(parts.state_shape, where)
+    caches = ModelCaches(ops, cache, window_cache, states, has_window_blocks=sizes.window_blocks > 0)
     runner = GPUModelRunner(
-        parts.model,
-        parts.rotary,
-        cache,
-        device,
-        sizes,
-        capture,
-        graphs_bytes,
-        window_cache=window_cache,
-        states=None if parts.state_shape is None else make_state(parts.state_shape, where),
-        images=parts.images,
+        parts.model, parts.rotary, caches, device, sizes, capture, graphs_bytes, images=parts.images
     )
     if parts.draft is not None:
         whole = replace(plan, window=0, window_blocks=0)

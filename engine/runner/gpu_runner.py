@@ -21,7 +21,6 @@ from torch import Tensor
 
 from llmbox.kernels.op_types import BatchLayout
 from llmbox.kernels.ops import KVCache
-from llmbox.kernels.recurrent import RecurrentState, copy_states
 
 from ..core.request import Request
 from ..core.step import ScheduledRequest, StepPlan, StepResult, ceil_div
@@ -32,7 +31,7 @@ from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
 from ..sampling.device_sampler import DeviceSampler
 from ..sampling.device_state import DeviceRequestState, SampledTokenFeedback
-from .block_memory import DeviceBlockMemory, block_memory
+from .block_memory import DeviceBlockMemory, ModelCaches
 from .cuda_graphs import CudaCapture, DecodeGraphs
 from .draft_model import ModelProposer
 from .draft_verification import is_decoding
@@ -57,35 +56,27 @@ class GPUModelRunner:
         self,
         model: Decoder | DraftHead,
         rotary: Rotary,
-        cache: KVCache,
+        caches: ModelCaches,
         device: Device,
         sizes: DeviceSizes,
         capture: CudaCapture | None = None,
         graphs_bytes: int = 0,
         *,
-        window_cache: KVCache | None = None,
-        states: RecurrentState | None = None,
         images: EncodedImages | None = None,
     ) -> None:
-        """`capture`: None for no CUDA graphs. `graphs_bytes`: memory that graphs may take. `window_cache`: of
-        sliding-window layers, if they have blocks of their own or heads of another width. `states`: of a
-        model with recurrent layers. `images`: of one with a vision tower.
+        """`capture`: None for no CUDA graphs. `graphs_bytes`: memory that graphs may take. `images`: of a
+        model with a vision tower.
         """
-        self._states = states
         self.images = images
         self._has_mrope = images is not None and bool(images.config.mrope_section)
-        self._model, self._rotary, self._cache = model, rotary, cache
+        self._model, self._rotary, self.caches = model, rotary, caches
         self._rank = model.rank
         self._ops, self._device, self._sizes = model.ops, device, sizes
         self._windows = set(model.config.windows)
         width = -(-sizes.context // sizes.block_size)
         vocab_size, where = sizes.vocab_size or model.config.vocab_size, device.torch_device
-        self._window_cache, spare = window_cache, sizes.window_blocks or None
+        spare = sizes.window_blocks or None
         self._rows = DeviceRequestState(sizes.max_running, width, sizes.num_blocks, vocab_size, where, spare)
-        self._caches = [] if cache is None else [cache]
-        """Caches whose blocks are those of `Request.block_table`."""
-        if window_cache is not None and not sizes.window_blocks:
-            self._caches.append(window_cache)
         self._sampler = DeviceSampler(self._ops, self._rows, vocab_size, self._rank)
         self.depth = self.stages = self._rank.layout.pp
         """Steps in flight: one per stage, and one more that is launched while they run."""
@@ -98,7 +89,7 @@ class GPUModelRunner:
             self._rows,
             self._uploader,
             sizes.block_size,
-            with_states=states is not None,
+            with_states=caches.states is not None,
             with_lengths=rotary.short_context > 0,
             lag=self.lag,
         )
@@ -109,10 +100,7 @@ class GPUModelRunner:
         its draft token: inputs of the graphs."""
         self._contexts = [1] * sizes.rows
         self._hidden_RE = torch.empty(sizes.rows, model.config.hidden_size, dtype=model.dtype, device=where)
-        for each in self._caches:
-            self._ops.clear_blocks(each, [sizes.num_blocks])
-        if sizes.window_blocks:
-            self._ops.clear_blocks(window_cache, [sizes.window_blocks])
+        caches.clear([sizes.num_blocks], lambda: [sizes.window_blocks])
         self._adapters = DeviceAdapters(model, sizes.rows, self._uploader, where)
         self.proposers: list[ModelProposer] = []
         """Draft model or head beside this one, on the same stream."""
@@ -136,7 +124,7 @@ class GPUModelRunner:
         """
         self._follower = proposer
         if cache is not None:
-            self._caches.append(cache)
+            self.caches.add(cache)
         if taps:
             assert isinstance(self._model, Decoder)
             self._model.tap(taps)
@@ -145,8 +133,7 @@ class GPUModelRunner:
 
     def block_memory(self) -> DeviceBlockMemory:
         """Return access to the bytes of its KV blocks and recurrent states."""
-        window_cache = self._window_cache if self._sizes.window_blocks else None
-        return block_memory(self._ops, self._caches, window_cache, self._states, self._device)
+        return self.caches.memory(self._device)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step on the device, capturing an urgent graph first."""
@@ -163,8 +150,6 @@ class GPUModelRunner:
             if not serves and self.graphs is not None:
                 self.adapted_graphs = self._make_graphs(partial(self._decode, is_adapted=True))
         self._prepare_blocks(plan)
-        if self._states is not None:
-            copy_states(self._states, plan.state_copies)
         numbers = [self._rows.stage_update(row) for row in plan.rows]
         self._feedback.wait_for_rows(numbers)
         self._rows.flush(self._uploader)
@@ -177,13 +162,9 @@ class GPUModelRunner:
         return replace(launched, rows=plan.rows, features_TF=features_TF, failed=failed)
 
     def _prepare_blocks(self, plan: StepPlan) -> None:
-        size = self._sizes.block_size
-        begun = begun_blocks(plan.rows, size)
-        for cache in self._caches:
-            self._ops.copy_blocks(cache, plan.copies)
-            self._ops.clear_blocks(cache, begun)
-        if self._sizes.window_blocks:
-            self._ops.clear_blocks(self._window_cache, begun_blocks(plan.rows, size, sliding_table))
+        rows, size = plan.rows, self._sizes.block_size
+        self.caches.copy(plan)
+        self.caches.clear(begun_blocks(rows, size), lambda: begun_blocks(rows, size, sliding_table))
 
     def size_for(self, plan: StepPlan) -> int:
         """Return the graph size to pad the step to; 0: run eagerly."""
@@ -366,18 +347,11 @@ class GPUModelRunner:
     ) -> ForwardContext:
         """`rope_positions`: where they are not those of the tokens. `is_long`: as in `Rotary.rows`."""
         positions = ragged.positions_T if rope_positions is None else rope_positions
-        cos_ATD, sin_ATD = self._rotary.rows(positions, is_long)
-        sliding = self._cache if self._window_cache is None else self._window_cache
-        plans = {
-            window: self._ops.plan_attention(ragged, self._cache if window is None else sliding, window)
-            for window in self._windows
-        }
-        return ForwardContext(
-            ids_T, cos_ATD, sin_ATD, self._cache, plans, self._window_cache, ragged, self._states
-        )
+        rope = self._rotary.rows(positions, is_long)
+        return self.caches.inputs(ids_T, rope, ragged, self._windows)
 
     def _is_decoding(self, plan: StepPlan) -> bool:
         """Return True if all rows continue sequences. The last token of a prompt may be an image's."""
-        if not is_decoding(plan, is_recurrent=self._states is not None):
+        if not is_decoding(plan, is_recurrent=self.caches.states is not None):
             return False
         return self.images is None or not self.images.has_rows(plan.rows)
