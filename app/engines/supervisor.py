@@ -294,13 +294,13 @@ class Supervisor:
         self.restarts, self.stats = self.restarts + 1, EngineStats()
         now = self._options.clock()
         if now - self._died_at > self._options.deaths.window:
-            self._requests.forget_crashes()
+            self._requests.detector.forget()
         self._died_at = now
         guilty = self._requests.engine_died(from_outside=death.from_outside)
-        if death.from_outside or not self._requests.narrowed:
+        if death.from_outside or not self._requests.detector.narrowed:
             self._deaths.add()
         if guilty is not None:
-            self._deaths.forgive(self._requests.proven)
+            self._deaths.forgive(len(self._requests.detector.proven))
             log.error("engine %s: request %s crashed it repeatedly and is given up", self.name, guilty)
         self._change("restarting", f"the engine died and is being restarted: {death.cause}")
 

@@ -97,8 +97,9 @@ def _all_placements(
                     yield Placement(tp, size // tp, gpus, f"{text}, on GPUs {_format_gpus(gpus)}")
         if can_split(shape, 1, size, quant):
             for gpus in _sets(range(num_gpus), size):
-                text = f"cut into {size} stages, on GPUs {_format_gpus(gpus)}"
-                yield Placement(1, size, gpus, f"{text}: {_why_stages(nvlink)}")
+                why = "NVLink does not join enough of them" if nvlink else "they are joined by PCIe"
+                text = f"cut into {size} stages, on GPUs {_format_gpus(gpus)}: {why}"
+                yield Placement(1, size, gpus, text)
 
 
 def asks_for_experts(config: EngineConfig) -> bool:
@@ -191,10 +192,6 @@ def _stages_of_peers(nvlink: tuple[frozenset[int], ...], tp: int, pp: int) -> li
     stages = [island[i : i + tp] for island in islands for i in range(0, len(island) - tp + 1, tp)]
     places = _consecutive(range(len(stages)), pp)
     return [tuple(gpu for stage in run for gpu in stages[stage]) for run in places]
-
-
-def _why_stages(nvlink: tuple[frozenset[int], ...]) -> str:
-    return "NVLink does not join enough of them" if nvlink else "they are joined by PCIe"
 
 
 def _format_gpus(gpus: tuple[int, ...]) -> str:

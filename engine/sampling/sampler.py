@@ -257,7 +257,7 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def _takes_best(request: Request) -> bool:
-    return request.params.temperature < GREEDY_BELOW and request.mask is None and not request.edits_logits
+    return is_greedy(request.params) and request.mask is None and not request.edits_logits
 
 
 def is_plain(request: Request) -> bool:

@@ -54,7 +54,7 @@ from .stored import StoredReader
 LAYERS = ("model.layers.", "mtp.layers.")
 EXPERT_SUFFIXES = {"": ".weight", ".weight": ".weight", "_bias": ".bias"}
 """Suffixes of tensors that hold all experts of a layer, and of those of one expert."""
-TOLD_EVERY = 1 << 20
+REPORTED_EVERY = 1 << 20
 """Bytes between two reports of progress, where a tensor is read in many small runs."""
 
 
@@ -90,7 +90,7 @@ class Checkpoint(PackingSource):
             self._entries = split_experts(self._form, self._entries)
             self._reader = StoredReader(self._form, self)
         self._progress = progress
-        self._done = self._told = 0
+        self._done = self._reported = 0
         self._total = sum(entry.nbytes for entry in self._entries.values())
 
     def vector(self, name: str, size: int) -> Tensor:
@@ -297,8 +297,8 @@ class Checkpoint(PackingSource):
                     read_fully(stream.readinto, view[:length], entry)
                     view = view[length:]
                     self._done += length
-                    if self._done - self._told >= TOLD_EVERY or not view:
-                        self._told = self._done
+                    if self._done - self._reported >= REPORTED_EVERY or not view:
+                        self._reported = self._done
                         self._progress(self._done, self._total)
         except OSError as error:
             raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None

@@ -124,7 +124,7 @@ async def stream_message(gateway: Gateway, call: MessageCall) -> AsyncGenerator[
 
 def _blocks(parts: ParsedOutput, chat: ChatCall) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
-    if parts.reasoning and chat.parsing.tells_thoughts:
+    if parts.reasoning and chat.parsing.includes_reasoning:
         blocks.append({"type": "thinking", "thinking": parts.reasoning, "signature": ""})
     if parts.content:
         blocks.append({"type": "text", "text": parts.content})
@@ -166,7 +166,7 @@ class _Events:
         parts = self._parser.push(text)
         if last:
             parts.add(self._parser.finish())
-        if parts.reasoning and self._chat.parsing.tells_thoughts:
+        if parts.reasoning and self._chat.parsing.includes_reasoning:
             yield from self._fill("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": parts.reasoning})
         if parts.content:

@@ -263,7 +263,7 @@ def _message(index: int, text: str, chat: ChatCall, parser: OutputParser) -> Cha
             _called(call_id(chat.generation.id, index, number), call, chat.parsing)
             for number, call in enumerate(parts.calls)
         ]
-    if parts.reasoning and chat.parsing.tells_thoughts:
+    if parts.reasoning and chat.parsing.includes_reasoning:
         message.reasoning_content = message.reasoning = parts.reasoning
     return message
 

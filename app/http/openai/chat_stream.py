@@ -125,7 +125,7 @@ class _ChunkEncoder:
     def _spoken(self, delta: Delta, parts: ParsedOutput, number: int) -> list[ChatDelta]:
         """Split parsed output into chat deltas. `number`: tool calls sent before these."""
         said = []
-        if parts.reasoning and self._chat.parsing.tells_thoughts:
+        if parts.reasoning and self._chat.parsing.includes_reasoning:
             said.append(ChatDelta(reasoning_content=parts.reasoning, reasoning=parts.reasoning))
         if parts.content:
             said.append(ChatDelta(content=parts.content))

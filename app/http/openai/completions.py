@@ -217,17 +217,18 @@ class _Writer:
         )
         self.glue: dict[int, tuple[bytes, bytes]] = {}
         """Bytes around the text of a chunk that has nothing else, by choice, once its first one was sent."""
-        self._told: set[int] = set()
+        self._begun: set[int] = set()
+        """Choices whose first chunk was made."""
         self._echoes: dict[int, str] = {}
 
     @property
     def prompt_work(self) -> int:
         """Number of prompt tokens that the answer reports on."""
-        tells = self._body.echo or self._body.prompt_logprobs is not None
-        return self._opened.usage.prompt_tokens if tells else 0
+        reports_prompt = self._body.echo or self._body.prompt_logprobs is not None
+        return self._opened.usage.prompt_tokens if reports_prompt else 0
 
     def is_first(self, delta: Delta) -> bool:
-        return delta.index not in self._told
+        return delta.index not in self._begun
 
     def answer(self, deltas: list[Delta]) -> Completion:
         chunk = self._completion([self._choice(delta) for delta in deltas])
@@ -238,7 +239,7 @@ class _Writer:
     def event(self, delta: Delta, *, last: bool) -> bytes:
         """Encode the events of one delta. Empty where there is nothing to send yet."""
         silent = not (delta.text or delta.finish_reason or delta.entries)
-        if silent and not self._body.return_token_ids and (delta.index in self._told or not self._body.echo):
+        if silent and not self._body.return_token_ids and (delta.index in self._begun or not self._body.echo):
             return b""
         chunk = self._completion([self._choice(delta)])
         if self._running_usage:
@@ -251,7 +252,7 @@ class _Writer:
 
     def glue_next(self, delta: Delta) -> None:
         """Encode once what the choice's chunks have around their texts."""
-        if self._plain and delta.index in self._told and delta.index not in self.glue:
+        if self._plain and delta.index in self._begun and delta.index not in self.glue:
             mark = Delta(delta.index, TEXT_MARK, [])
             self.glue[delta.index] = split_at_text(self.event(mark, last=False))
 
@@ -267,8 +268,8 @@ class _Writer:
     def _choice(self, delta: Delta) -> CompletionChoice:
         which = delta.index // self._call.generation.n
         prompt = self._call.generation.prompts[which]
-        first = delta.index not in self._told
-        self._told.add(delta.index)
+        first = delta.index not in self._begun
+        self._begun.add(delta.index)
         echo = self._echo(which) if self._body.echo else ""
         choice = CompletionChoice(
             index=delta.index,

@@ -330,12 +330,12 @@ async def rank(
     size = sum(map(len, found.vectors))
     scores = await off_loop(size, lambda: list(map(judged.judge.score, found.vectors)))
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n]
-    tells = body.return_documents is not False
+    has_documents = body.return_documents is not False
     results = [
         RerankResult(
             index=i,
             relevance_score=scores[i],
-            document=RankedDocument(judged.documents[i]) if tells else UNSET,
+            document=RankedDocument(judged.documents[i]) if has_documents else UNSET,
         )
         for i in order
     ]
@@ -352,14 +352,14 @@ async def rank(
 @inference_route("/v1/rerank", "rerank", "createRerank")
 async def rerank(request: StrictRequest, data: Annotated[RerankRequest, Body()]) -> Response[RerankResponse]:
     """Rank documents by their relevance to a query, the most relevant first."""
-    return await _ranked(request, data, tells_documents=True)
+    return await _ranked(request, data, returns_documents=True)
 
 
 @inference_route("/rerank", "rerank_plain")
 async def rerank_plain(
     request: StrictRequest, data: Annotated[RerankRequest, Body()]
 ) -> Response[RerankResponse]:
-    return await _ranked(request, data, tells_documents=True)
+    return await _ranked(request, data, returns_documents=True)
 
 
 @inference_route("/v2/rerank", "rerank_v2", "createRerankV2")
@@ -369,14 +369,14 @@ async def rerank_v2(
     """Rank documents for Cohere's clients. Documents come back only where `return_documents` asks
     for them.
     """
-    return await _ranked(request, data, tells_documents=False)
+    return await _ranked(request, data, returns_documents=False)
 
 
 async def _ranked(
-    request: StrictRequest, data: RerankRequest, *, tells_documents: bool
+    request: StrictRequest, data: RerankRequest, *, returns_documents: bool
 ) -> Response[RerankResponse]:
     if data.return_documents is None:
-        data.return_documents = tells_documents
+        data.return_documents = returns_documents
     return await answer(
         request,
         lambda call: prepare_rerank(call, data),

@@ -231,7 +231,7 @@ def append_completion_entry(
     """Append one token. The chosen token is always among the alternatives. The first token of a prompt has no
     logprobs: None.
     """
-    label = _id_label if as_ids else lambda id_: _label(tokens[id_])
+    label = _id_label if as_ids else lambda id_: token_label(tokens[id_], "bytes:")
     result.text_offset.append(offset)
     result.tokens.append(label(token_id))
     if logprobs is None:
@@ -276,10 +276,6 @@ def _chat_entry(entry: TokenEntry, tokens: TokenBytes, *, as_ids: bool) -> Token
 
 def _id_label(token_id: int) -> str:
     return f"token_id:{token_id}"
-
-
-def _label(data: bytes) -> str:
-    return token_label(data, "bytes:")
 
 
 def _finite(logprob: float) -> float:
