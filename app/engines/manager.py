@@ -14,14 +14,7 @@ from llmbox.engine.ipc.spawn import ForkServer, SpawnedProcess
 from ..errors import ApiError
 from ..text.tokenizer.text_loader import TextCache, load_model_text
 from ..text.tokenizer.tokenizer import TextModel
-from .admission import (
-    draining,
-    load_failed,
-    model_loading,
-    model_not_found,
-    model_unloaded,
-    require_same,
-)
+from .admission import draining, load_failed, model_loading, model_not_found, model_unloaded, require_same
 from .engine_process import PrewarmedProcess, SupervisorOptions
 from .loaded_model import LoadedModel, ModelReadiness, Readiness, judge_readiness
 from .restart_policy import keep_config

@@ -34,13 +34,7 @@ from .admission import FinishRate, QueueReservation, QueueReservations, State, q
 from .engine_process import EngineProcess, EngineQueries, ProcessExit, SupervisorOptions
 from .pair_switch import PairSwitch
 from .request_journal import RequestJournal, TokenStream
-from .restart_policy import (
-    RestartBreaker,
-    RestartPolicy,
-    Watchdog,
-    keep_config,
-    processor_seconds,
-)
+from .restart_policy import RestartBreaker, RestartPolicy, Watchdog, keep_config, processor_seconds
 
 _STOP_GRACE: Final = 2.0
 

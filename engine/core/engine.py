@@ -11,14 +11,7 @@ from typing import Any, Final, Protocol
 from ..checkpoint.adapter import has_int8_numbers, read_adapter
 from ..errors import EngineError, InvalidRequest
 from ..ipc.handover_messages import Prefill
-from ..ipc.messages import (
-    AddRequest,
-    EngineStats,
-    ModelInfo,
-    RequestOutput,
-    StepOutputs,
-    Vocabulary,
-)
+from ..ipc.messages import AddRequest, EngineStats, ModelInfo, RequestOutput, StepOutputs, Vocabulary
 from ..ipc.profile_messages import BlockMap
 from ..ipc.sequence_times import SequenceTimes
 from ..sampling_params import SamplingParams

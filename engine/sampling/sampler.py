@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.reference.sampling import (
-    GREEDY_BELOW,
-    ONE,
-    SamplingKinds,
-    rank_tokens,
-    sample_rows,
-)
+from llmbox.kernels.reference.sampling import GREEDY_BELOW, ONE, SamplingKinds, rank_tokens, sample_rows
 from llmbox.kernels.sampling_types import CandidateRanks, DrawRow, SampleRows
 
 from ..core.request import Request

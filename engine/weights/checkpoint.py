@@ -17,13 +17,7 @@ from llmbox.kernels.weight_packing import QuantizedWeight
 from ..checkpoint.files import open_regular, read_json
 from ..checkpoint.formats.floats import split_experts
 from ..checkpoint.formats.registry import find_weight_format
-from ..checkpoint.formats.weight_format import (
-    NativeFormat,
-    StoredTensor,
-    WeightFormat,
-    form_of,
-    is_quantized,
-)
+from ..checkpoint.formats.weight_format import NativeFormat, StoredTensor, WeightFormat, form_of, is_quantized
 from ..checkpoint.index import NOT_NEEDED, list_tensors, refuse_undeclared
 from ..checkpoint.quantized_layout import SCALES, STEP
 from ..checkpoint.safetensors import (

@@ -29,13 +29,7 @@ from ...util.threads import off_loop
 from ..server.request import invalid as invalid_body
 from .chat_messages import ParserOptions, build_chat, call_id, final_reason, input_of, reasoning_tokens
 from .completions import CompletionCall, prepare_completion
-from .request_context import (
-    CheckedRequest,
-    Deadlines,
-    RequestContext,
-    check_prompts,
-    truncate_prompts,
-)
+from .request_context import CheckedRequest, Deadlines, RequestContext, check_prompts, truncate_prompts
 from .request_types import ChatCompletionRequest, CompletionRequest, Message
 from .response_types import (
     CalledCustom,

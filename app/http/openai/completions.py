@@ -18,13 +18,7 @@ from ...gateway.open_request import OpenRequest
 from ...text.fim import fim_prompt, fim_stop_ids
 from ...util.threads import off_loop
 from ..server.sse import TEXT_MARK, data_event, encode, split_at_text
-from .request_context import (
-    CheckedRequest,
-    Deadlines,
-    RequestContext,
-    check_prompts,
-    truncate_prompts,
-)
+from .request_context import CheckedRequest, Deadlines, RequestContext, check_prompts, truncate_prompts
 from .request_types import CompletionRequest
 from .response_types import Completion, CompletionChoice, CompletionLogprobs, CompletionUsage
 from .sampling import (

@@ -34,13 +34,7 @@ from ...text.reranker import (
 from ...util.threads import off_loop
 from ..server.request import StrictRequest
 from .completions import prompt_ids, prompt_items, with_prompt
-from .request_context import (
-    RequestContext,
-    answer,
-    check_prompts,
-    inference_route,
-    truncate_prompts,
-)
+from .request_context import RequestContext, answer, check_prompts, inference_route, truncate_prompts
 from .request_types import EmbeddingRequest, Name, Priority, RequestId, RerankRequest, Salt, Tag
 from .response_types import (
     Embedding,

@@ -40,13 +40,7 @@ from .embeddings import (
     has_encoder_head,
     pool,
 )
-from .request_context import (
-    RequestContext,
-    answer,
-    check_prompts,
-    inference_route,
-    truncate_prompts,
-)
+from .request_context import RequestContext, answer, check_prompts, inference_route, truncate_prompts
 from .request_types import EmbeddingRequest, TokenId, TruncateTo
 from .response_types import EmbeddingUsage
 from .sampling import invalid

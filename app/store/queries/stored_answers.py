@@ -11,14 +11,7 @@ from sqlmodel import Session, col
 
 from ..database import give_back_space
 from ..stored_answers import Kind, StoredAnswer, StoredFilter, StoredTotal, encode_json
-from ..tables import (
-    BatchRow,
-    ConversationRow,
-    PanelItemRow,
-    StoredRow,
-    delete_owners_but,
-    delete_rows,
-)
+from ..tables import BatchRow, ConversationRow, PanelItemRow, StoredRow, delete_owners_but, delete_rows
 
 _OVER = text(
     "DELETE FROM stored WHERE seq IN (SELECT seq FROM"
