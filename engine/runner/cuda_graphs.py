@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -16,6 +16,14 @@ WANTED: Final = 16
 """Steps of a size after which its graph is captured even though the engine is never idle."""
 NEAR: Final = 2
 """Largest ratio of graph size to rows: padding is cheap, as decoding mostly reads weights."""
+
+
+class GraphSize(NamedTuple):
+    """Graph of a decoding step."""
+
+    rows: int
+    is_adapted: bool
+    """True for steps in which rows have an adapter."""
 
 
 class DecodeGraphs:

@@ -32,7 +32,7 @@ from ..model.rotary import Rotary
 from ..sampling.device_sampler import DeviceSampler
 from ..sampling.device_state import DeviceRequestState, SampledTokenFeedback
 from .block_memory import DeviceBlockMemory, ModelCaches
-from .cuda_graphs import CudaCapture, DecodeGraphs
+from .cuda_graphs import CudaCapture, DecodeGraphs, GraphSize
 from .draft_model import ModelProposer
 from .draft_verification import is_decoding
 from .gpu_inputs import DeviceAdapters, DeviceInputs, DeviceSizes, MixedStep
@@ -185,23 +185,20 @@ class GPUModelRunner:
         return result
 
     @property
-    def urgent_capture(self) -> int | None:
-        """Size of a graph that is worth capturing while requests run; None if there is none. A negative size
-        is that of a graph with adapters.
-        """
+    def urgent_capture(self) -> GraphSize | None:
+        """Graph that is worth capturing while requests run; None if there is none."""
         return self._capture_of(lambda graphs: graphs.urgent_size)
 
     @property
-    def next_capture(self) -> int | None:
-        """Size of the next graph to capture while the engine is idle; None if none is left. Negative: as
-        above.
-        """
+    def next_capture(self) -> GraphSize | None:
+        """Next graph to capture while the engine is idle; None if none is left."""
         return self._capture_of(lambda graphs: graphs.next_size)
 
-    def _capture_of(self, size_of: Callable[[DecodeGraphs], int | None]) -> int | None:
-        size = None if self.graphs is None else size_of(self.graphs)
-        adapted = None if size or self.adapted_graphs is None else size_of(self.adapted_graphs)
-        return -adapted if adapted else size
+    def _capture_of(self, size_of: Callable[[DecodeGraphs], int | None]) -> GraphSize | None:
+        for graphs, is_adapted in ((self.graphs, False), (self.adapted_graphs, True)):
+            if graphs is not None and (rows := size_of(graphs)) is not None:
+                return GraphSize(rows, is_adapted)
+        return None
 
     def prepare(self) -> bool:
         """Capture one more graph, also of a draft model; False if none was left. Called while the engine is
@@ -217,15 +214,14 @@ class GPUModelRunner:
         self._sampler.take_back(requests)
 
     @torch.inference_mode()
-    def capture(self, size: int) -> None:
-        """Capture the graph of `size` rows, with adapters if it is negative."""
-        graphs = self.graphs if size > 0 else self.adapted_graphs
+    def capture(self, size: GraphSize) -> None:
+        graphs = self.adapted_graphs if size.is_adapted else self.graphs
         assert graphs is not None
         # The inputs still name the rows of the last step: the warm-up would write their KV once more.
         self._decoding_4R.copy_(self._spare.expand_as(self._decoding_4R))
         self._contexts = [1] * len(self._contexts)
         self._adapters.tiles.fill_(-1)
-        graphs.capture(abs(size))
+        graphs.capture(size.rows)
 
     def _launch_decoding(self, plan: StepPlan, numbers: Sequence[int], size: int) -> LaunchedStep:
         self._run_decoding(plan, numbers, size)
