@@ -72,14 +72,10 @@ class Gateway:
     ) -> None:
         self.engines = engines
         self.limits = settings.limits
-        self.prices = settings.usage.prices
-        """Prices of tokens, for the budgets of keys; a reload sets them anew."""
         self.admission = TargetAdmission(metrics, settings)
         self.templates = TemplatePool()
         self.grammars = GrammarPool()
         self.images = ImageReader()
-        self.fetches_images = settings.server.fetch_images
-        """True if images of http and https URLs are fetched; a reload sets it anew."""
         self._log = log
         self._metrics = metrics
         self._observer = observer or RequestObserver()
@@ -88,6 +84,15 @@ class Gateway:
         self._revocation = RevocationWatcher(self._open)
         self._engine_ids = 0
         self._hasher = OutputHasher(log.path.with_name("output-hash.key"))
+        self.apply(settings)
+
+    def apply(self, settings: Settings) -> None:
+        """Apply the settings that a reload changes while requests run."""
+        self.prices = settings.usage.prices
+        """Prices of tokens, for the budgets of keys."""
+        self.fetches_images = settings.server.fetch_images
+        """True if images of http and https URLs are fetched."""
+        self.admission.apply(settings)
 
     def open(self, generation: Generation) -> OpenRequest:
         """Submit every choice, or none. Read the result inside `with`. Raises ApiError 400, 409, 429, 503."""
@@ -155,16 +160,18 @@ class Gateway:
         await self.images.close()
         await asyncio.to_thread(self.tracer.close)
 
-    def _submit(self, generation: Generation) -> OpenRequest:
-        supervisor = generation.model.supervisor
-        if generation.params.pooling is None:
-            check_generates(generation.model)
+    def _admit(self, generation: Generation) -> int:
+        """Return how many choices of the request the engine gets at once. Raises ApiError 400, 409, 429 and
+        503.
+        """
         pools = generation.params.pooling is not None
+        if not pools:
+            check_generates(generation.model)
         choices = len(generation.prompts) * generation.n
         at_once = max_in_engine(generation.model, choices, pools=pools, queue=self.limits.queue)
         if generation.reservation is not None:
             generation.reservation.release()
-        supervisor.check_room(at_once, generation.tenant)
+        generation.model.supervisor.check_room(at_once, generation.tenant)
         if generation.id in self._open:
             raise ApiError(
                 409,
@@ -172,6 +179,10 @@ class Gateway:
                 code="request_id_in_use",
                 param="request_id",
             )
+        return at_once
+
+    def _submit(self, generation: Generation) -> OpenRequest:
+        at_once, supervisor = self._admit(generation), generation.model.supervisor
         messages = self._messages(generation)
         reservation = _reserve_tokens(generation, messages, self.prices)
         submitted = (
