@@ -161,13 +161,13 @@ def load_draft_parts(target: DraftTarget) -> tuple[RunnerParts | None, str]:
     if target.plan.draft_method == "draft_model":
         model = _load_draft_weights(target)
         cache = target.cache_shape(model.config)
-        return RunnerParts(model, target.rotary(model.config), cache, None, None), ""
+        return RunnerParts(model, target.rotary(model.config), cache), ""
     loaded = _load_head(target)
     if loaded is None:
         return None, ""
     head, shape = loaded.model, _head_cache(target, loaded.model)
     rows, _ = draft_rows(target.config, target.plan, target.ops, overlaps=True)
-    parts = RunnerParts(head, target.rotary(head.config), shape, None, None, draft_rows=rows)
+    parts = RunnerParts(head, target.rotary(head.config), shape, draft_rows=rows)
     return replace(parts, method=loaded.method, taps=loaded.taps), loaded.name
 
 

@@ -101,9 +101,9 @@ class RunnerParts:
     rotary: Rotary
     kv_shape: KVShape | None
     """`num_blocks` as estimated; None for a head without keys."""
-    window_shape: KVShape | None
+    window_shape: KVShape | None = None
     """Shape of the sliding-window layers, if they have a cache of their own."""
-    state_shape: StateShape | None
+    state_shape: StateShape | None = None
     """For a model with recurrent layers."""
     images: EncodedImages | None = None
     """For a model with a vision tower."""
