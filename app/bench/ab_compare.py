@@ -5,10 +5,11 @@ import statistics
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from llmbox.engine.config import BLOCK_SIZE
 
+from ..admin_client import Client
 from ..errors import CliError
 from .client import BenchTarget, Prompts, Workload, heavy_tail, long_arrival, shared_prefix, uniform
 from .measure import BenchRun, Ratio, percentile, ratio, run
@@ -180,14 +181,6 @@ SCENARIOS = {
 _SAMPLE_EVERY_S = 0.05
 
 
-class AdminClient(Protocol):
-    """Admin API client that a comparison needs (`app/admin_client.py` over the unix socket)."""
-
-    def get(self, path: str) -> dict[str, Any]: ...
-
-    def post(self, path: str, body: object, timeout: float | None = None) -> dict[str, Any]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Medians of each variant and the ratio second over first, for each figure."""
@@ -200,7 +193,7 @@ class Comparison:
 
 
 async def compare(
-    admin: AdminClient,
+    admin: Client,
     url: str,
     model: str,
     scenario: Scenario,
@@ -246,7 +239,7 @@ def _alias(scenario: Scenario, variant: Variant) -> str:
     return f"bench-{scenario.name}-{variant.name}"
 
 
-async def _load(admin: AdminClient, model: str, scenario: Scenario, variant: Variant) -> None:
+async def _load(admin: Client, model: str, scenario: Scenario, variant: Variant) -> None:
     """Load a variant. It is a second engine on the same files: a directory under an alias is a model of its
     own.
     """
@@ -259,12 +252,12 @@ async def _load(admin: AdminClient, model: str, scenario: Scenario, variant: Var
         await asyncio.sleep(0.1)
 
 
-def _state(admin: AdminClient, name: str) -> tuple[str, str]:
+def _state(admin: Client, name: str) -> tuple[str, str]:
     found = (m for m in admin.get("/admin/api/models")["models"] if m["name"] == name)
     return next(((m["state"], m["cause"]) for m in found), ("failed", "it is gone"))
 
 
-async def _observed(admin: AdminClient, target: BenchTarget, work: Any) -> MeasuredRun:
+async def _observed(admin: Client, target: BenchTarget, work: Any) -> MeasuredRun:
     stats: list[dict[str, Any]] = []
     sampler = asyncio.create_task(_sample(admin, target.model, stats))
     try:
@@ -273,7 +266,7 @@ async def _observed(admin: AdminClient, target: BenchTarget, work: Any) -> Measu
         sampler.cancel()
 
 
-async def _sample(admin: AdminClient, model: str, into: list[dict[str, Any]]) -> None:
+async def _sample(admin: Client, model: str, into: list[dict[str, Any]]) -> None:
     while True:
         answer = await asyncio.to_thread(admin.get, "/admin/api/stats")
         into.extend(m["stats"] for m in answer["models"] if m["name"] == model and m["stats"]["running"])

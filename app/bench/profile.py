@@ -10,9 +10,9 @@ import msgspec
 
 from llmbox.engine.ipc.profile_messages import StepProfile
 
+from ..admin_client import Client
 from ..errors import CliError
 from ..telemetry.daemon_profile import DaemonTimes
-from .ab_compare import AdminClient
 
 BARRIERS: Final = "waiting for a slower thread"
 IDLE: Final = "waiting for requests"
@@ -142,7 +142,7 @@ class ProfileSession:
 
 
 @asynccontextmanager
-async def profiled(admin: AdminClient, model: str) -> AsyncIterator[ProfileSession]:
+async def profiled(admin: Client, model: str) -> AsyncIterator[ProfileSession]:
     """Profile the steps of a model meanwhile. Raises CliError."""
     session = ProfileSession()
     await asyncio.to_thread(admin.post, _PATH, {"model": model, "is_on": True}, _ANSWER_S)

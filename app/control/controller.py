@@ -279,9 +279,7 @@ class DaemonController:
             return
         self.loaded = loaded
         self.services.settings = loaded.settings
-        self.services.gateway.prices = loaded.settings.usage.prices
-        self.services.gateway.fetches_images = loaded.settings.server.fetch_images
-        self.services.gateway.admission.apply(loaded.settings)
+        self.services.gateway.apply(loaded.settings)
         self.services.telemetry.targets = loaded.settings.usage.targets
         logs.set_level(loaded.settings.log)
         self.residency.failed.clear()

@@ -13,7 +13,7 @@ from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess
 
 from ..batches import BatchRunner
 from ..config.paths import Paths
-from ..config.settings import Settings
+from ..config.settings import RequestSettings, Settings
 from ..engines.engine_process import SupervisorOptions
 from ..engines.manager import EngineManager
 from ..engines.restart_policy import RestartLimits
@@ -70,40 +70,13 @@ def compose(
     files = FileStore(
         paths.files_dir, most_bytes=kept.file_bytes, days=kept.file_days, owners=security.keys.ids
     )
-    request_log = RequestLog(
-        paths.request_db,
-        Retention(
-            rows_days=kept.retention_days,
-            content_days=kept.content_days,
-            max_bytes=kept.max_bytes,
-            stored_days=kept.stored_days,
-            stored_bytes=kept.stored_bytes,
-            batch_days=kept.batch_days,
-            owners=security.keys.ids,
-            sweep_files=files.sweep,
-        ),
-        content_bytes=kept.content_bytes,
-    )
+    request_log = _request_log(kept, paths, security, files)
 
     def changed(supervisor: Supervisor) -> None:
         events.publish(f"model.{supervisor.state}", {"model": supervisor.name, "cause": supervisor.problem})
         on_model_change(engines)
 
-    launch = with_caches(parts.launch, paths, settings.cache)
-    engines = EngineManager(
-        parts.load_text,
-        launch,
-        settings.limits.queue,
-        settings.limits.queue_per_key,
-        deaths=RestartLimits(
-            cooldown=settings.server.restart_cooldown,
-            longest_cooldown=settings.server.restart_cooldown_max,
-        ),
-        on_change=changed,
-        keep_spare=settings.memory.spare_engine,
-        first=first,
-        supervise=parts.supervise,
-    )
+    engines = _engine_manager(settings, paths, parts, first, changed)
     tracer = RequestTracer.of(settings.telemetry, os.environ)
     metrics = Metrics(lambda: read_engines(engines), lambda: request_log.dropped, lambda: tracer.counts)
     telemetry = Telemetry(engines, events, request_log, parts.gpus, targets=settings.usage.targets)
@@ -124,6 +97,44 @@ def compose(
         ),
         files=files,
         version=__version__,
+    )
+
+
+def _request_log(kept: RequestSettings, paths: Paths, security: Security, files: FileStore) -> RequestLog:
+    retention = Retention(
+        rows_days=kept.retention_days,
+        content_days=kept.content_days,
+        max_bytes=kept.max_bytes,
+        stored_days=kept.stored_days,
+        stored_bytes=kept.stored_bytes,
+        batch_days=kept.batch_days,
+        owners=security.keys.ids,
+        sweep_files=files.sweep,
+    )
+    return RequestLog(paths.request_db, retention, content_bytes=kept.content_bytes)
+
+
+def _engine_manager(
+    settings: Settings,
+    paths: Paths,
+    parts: DaemonParts,
+    first: SpawnedProcess | ForkServer | None,
+    on_change: Callable[[Supervisor], None],
+) -> EngineManager:
+    server = settings.server
+    options = SupervisorOptions(
+        launch=with_caches(parts.launch, paths, settings.cache),
+        queue_limit=settings.limits.queue,
+        queue_per_key=settings.limits.queue_per_key,
+        deaths=RestartLimits(cooldown=server.restart_cooldown, longest_cooldown=server.restart_cooldown_max),
+        on_change=on_change,
+    )
+    return EngineManager(
+        parts.load_text,
+        options,
+        keep_spare=settings.memory.spare_engine,
+        first=first,
+        supervise=parts.supervise,
     )
 
 

@@ -7,14 +7,21 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import RankLost
 from llmbox.engine.hardware.proc import can_fork
 from llmbox.engine.ipc.client import EngineClient, EngineExit
 from llmbox.engine.ipc.messages import AskBlocks, LoadFailed, ToDaemon, ToEngine, Vocabulary
-from llmbox.engine.ipc.profile_messages import AskProfile, AskRows, BlockMap, StepProfile, WeightRows
+from llmbox.engine.ipc.profile_messages import (
+    AskProfile,
+    AskRows,
+    BlockMap,
+    EngineAnswer,
+    StepProfile,
+    WeightRows,
+)
 from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess, spawn
 
 from ..errors import ApiError
@@ -153,88 +160,69 @@ class EngineProcess:
         return ProcessExit(cause=str(ended))
 
 
+_Question = AskBlocks | AskProfile | AskRows
 _PROFILE_ANSWER_S: Final = 30.0
 """Seconds to wait for a profile: a step of a long prompt comes before it."""
-_PROFILE_S: Final = 600.0
+_PROFILE: Final = {True: AskProfile(seconds=600.0), False: AskProfile(seconds=0.0)}
+"""Question that starts a profile, and the one that ends it."""
 TIMEOUT_S: Final = 2.0
 """Seconds to wait for an answer. If a step takes longer, the query returns None."""
 
 
-Answer = TypeVar("Answer")
-
-
-class EngineQuery(Generic[Answer]):
-    """Query of a running engine, shared by concurrent callers."""
-
-    def __init__(self, send: Callable[[], None]) -> None:
-        """`send` sends the question."""
-        self._send = send
-        self._waiting: asyncio.Future[Answer | None] | None = None
-
-    async def fetch(self, seconds: float = TIMEOUT_S) -> Answer | None:
-        """Ask the engine. None if it is gone or does not answer in time.
-
-        Concurrent callers share one query. A late answer serves the next caller.
-        """
-        if self._waiting is None:
-            self._waiting = asyncio.get_running_loop().create_future()
-            self._send()
-        try:
-            async with asyncio.timeout(seconds):
-                return await asyncio.shield(self._waiting)
-        except TimeoutError:
-            return None
-
-    def complete(self, found: Answer | None) -> None:
-        """Complete the pending query. `found` is None when the engine is gone."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            waiting.set_result(found)
-
-
 class EngineQueries:
-    """Queries of a running engine."""
+    """Queries of a running engine. Each returns None if the engine is gone or does not answer in time.
+
+    Concurrent callers share one query. A late answer serves the next caller.
+    """
 
     def __init__(self, send: Callable[[ToEngine], None]) -> None:
-        self.blocks: EngineQuery[BlockMap] = EngineQuery(lambda: send(AskBlocks()))
-        self._profile_starts: EngineQuery[StepProfile] = EngineQuery(
-            lambda: send(AskProfile(seconds=_PROFILE_S))
-        )
-        self._profile_ends: EngineQuery[StepProfile] = EngineQuery(lambda: send(AskProfile(seconds=0.0)))
-        self._rows: dict[AskRows, EngineQuery[WeightRows]] = {}
-        self._read: dict[AskRows, WeightRows] = {}
         self._send = send
+        self._pending: dict[_Question, asyncio.Future[Any]] = {}
+        self._read: dict[AskRows, WeightRows] = {}
+
+    async def blocks(self, seconds: float = TIMEOUT_S) -> BlockMap | None:
+        """Return the map of the KV blocks."""
+        found: BlockMap | None = await self._ask(AskBlocks(), seconds)
+        return found
 
     async def profile(self, *, is_on: bool) -> StepProfile | None:
         """Start or stop the profile of the engine's steps."""
-        return await self._profile(is_on=is_on).fetch(_PROFILE_ANSWER_S)
+        found: StepProfile | None = await self._ask(_PROFILE[is_on], _PROFILE_ANSWER_S)
+        return found
 
     async def rows(self, asked: AskRows) -> WeightRows | None:
         """Read rows of weights, once."""
-        if asked in self._read:
-            return self._read[asked]
-        query = self._rows.setdefault(asked, EngineQuery(lambda: self._send(asked)))
-        return await query.fetch(_PROFILE_ANSWER_S)
+        return self._read.get(asked) or await self._ask(asked, _PROFILE_ANSWER_S)
 
-    def _profile(self, *, is_on: bool) -> EngineQuery[StepProfile]:
-        return self._profile_starts if is_on else self._profile_ends
+    async def _ask(self, question: _Question, seconds: float) -> Any:
+        if question not in self._pending:
+            self._pending[question] = asyncio.get_running_loop().create_future()
+            self._send(question)
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(self._pending[question])
+        except TimeoutError:
+            return None
 
-    def complete(self, found: BlockMap | StepProfile | WeightRows) -> None:
+    def complete(self, answer: EngineAnswer) -> None:
         """Complete the query that this answers."""
-        if isinstance(found, BlockMap):
-            self.blocks.complete(found)
-        elif isinstance(found, WeightRows):
-            self._read[found.asked] = found
-            self._rows[found.asked].complete(found)
-        else:
-            self._profile(is_on=found.is_on).complete(found)
+        match answer:
+            case BlockMap():
+                self._settle(AskBlocks(), answer)
+            case StepProfile():
+                self._settle(_PROFILE[answer.is_on], answer)
+            case WeightRows():
+                self._read[answer.asked] = answer
+                self._settle(answer.asked, answer)
 
     def drop(self) -> None:
         """Complete all with None: the engine is gone."""
-        for query in (self.blocks, self._profile_starts, self._profile_ends):
-            query.complete(None)
-        for rows in self._rows.values():
-            rows.complete(None)
+        for question in list(self._pending):
+            self._settle(question, None)
+
+    def _settle(self, question: _Question, answer: EngineAnswer | None) -> None:
+        if (waiting := self._pending.pop(question, None)) is not None:
+            waiting.set_result(answer)
 
 
 _QUIET_SECONDS: Final = 3.0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.ipc.messages import ModelInfo
 
 from ..text.tokenizer.tokenizer import TextModel
 from .admission import State
@@ -44,6 +45,12 @@ class LoadedModel:
     """Folder of the LoRA adapter that the request named; `name` is then the adapter's."""
     users: "set[asyncio.Task[Any]]" = field(default_factory=set)
     """Tasks of requests that found this model and have not ended."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """Facts of the model, which its engine reported when it was ready first."""
+        assert self.supervisor.info is not None
+        return self.supervisor.info
 
     @property
     def busy(self) -> bool:

@@ -4,27 +4,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import EngineError
-from llmbox.engine.ipc.spawn import ForkServer, Launch, SpawnedProcess
+from llmbox.engine.ipc.spawn import ForkServer, SpawnedProcess
 
 from ..errors import ApiError
 from ..text.tokenizer.text_loader import TextCache, load_model_text
 from ..text.tokenizer.tokenizer import TextModel
-from .admission import (
-    draining,
-    load_failed,
-    model_loading,
-    model_not_found,
-    model_unloaded,
-    require_same,
-)
+from .admission import draining, load_failed, model_loading, model_not_found, model_unloaded, require_same
 from .engine_process import PrewarmedProcess, SupervisorOptions
 from .loaded_model import LoadedModel, ModelReadiness, Readiness, judge_readiness
-from .restart_policy import RestartLimits, WatchLimits, keep_config
+from .restart_policy import keep_config
 from .supervisor import Supervisor
 
 log = logging.getLogger("llmbox.engines")
@@ -52,34 +45,23 @@ class EngineManager:
     def __init__(
         self,
         load_text: Callable[[Path], TextModel] = load_model_text,
-        launch: Launch | None = None,
-        queue_limit: int = 512,
-        queue_per_key: int = 64,
+        options: SupervisorOptions | None = None,
         *,
-        deaths: RestartLimits | None = None,
-        watch: WatchLimits | None = None,
-        on_change: Callable[[Supervisor], None] = lambda _: None,
         keep_spare: bool = False,
         first: SpawnedProcess | ForkServer | None = None,
         supervise: Callable[[EngineConfig, SupervisorOptions], Supervisor] = Supervisor,
     ) -> None:
-        """`on_change` is called on the loop after each change of a model's `Supervisor.state`.
+        """`options`: of all supervisors; their `spares` are set here.
 
         `first` is an engine process or fork server that was started already; `keep_spare` keeps one ready for
         the next model or restart. `supervise` makes the supervisor of a model.
         """
+        options = options or SupervisorOptions()
         self._texts = TextCache(load_text)
         self._forgetting: asyncio.TimerHandle | None = None
         self._supervise = supervise
-        self._spares = PrewarmedProcess(launch or Launch(), keep=keep_spare, busy=self._busy, first=first)
-        self._options = SupervisorOptions(
-            spares=self._spares,
-            queue_limit=queue_limit,
-            queue_per_key=queue_per_key,
-            deaths=deaths or RestartLimits(),
-            watch=watch or WatchLimits(),
-            on_change=on_change,
-        )
+        self._spares = PrewarmedProcess(options.launch, keep=keep_spare, busy=self._busy, first=first)
+        self._options = replace(options, spares=self._spares)
         self._loaded: dict[str, LoadedModel] = {}
         self._loading: dict[str, _Loading] = {}
         self._failures: dict[str, str] = {}

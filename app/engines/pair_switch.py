@@ -6,10 +6,10 @@ as one engine once they no longer would. Open requests then go on with the token
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.hardware.machine import read_cpu
@@ -19,9 +19,10 @@ from llmbox.engine.planning.disaggregation import find_obstacle
 
 from ..errors import ApiError
 from ..util.formatting import span
-from .admission import State
-from .queue_model import QueueModel
 from .step_times import FEW_STEPS, RARE, Interference, recommend_pair
+
+if TYPE_CHECKING:
+    from .supervisor import Supervisor
 
 log = logging.getLogger("llmbox.engines")
 
@@ -51,23 +52,6 @@ class EnginePairDecision:
 
     pair: tuple[int, int] | None
     reason: str
-
-
-class SwitchableSupervisor(Protocol):
-    """Supervisor as the switch sees it."""
-
-    config: EngineConfig
-    admitted: EngineConfig
-    """Configuration of the engine that runs."""
-    state: State
-    info: ModelInfo | None
-    stats: EngineStats
-    queue: QueueModel
-    readmit: Callable[[EngineConfig], Awaitable[EngineConfig]]
-
-    async def end_engine(self, cause: str) -> None:
-        """End the process, whose open requests wait for the next one."""
-        ...
 
 
 class EnginePairPolicy:
@@ -142,7 +126,7 @@ class EnginePairPolicy:
 class PairSwitch:
     """Switch of one supervised model. Use it only from the event loop."""
 
-    def __init__(self, switched: SwitchableSupervisor, clock: Callable[[], float]) -> None:
+    def __init__(self, switched: "Supervisor", clock: Callable[[], float]) -> None:
         self._of, self._clock = switched, clock
         self._judge = EnginePairPolicy(switched.config, clock)
         self._wanted: EnginePairDecision | None = None

@@ -208,7 +208,7 @@ class RequestJournal:
         """Streams that ended while an engine had their request, until it reports their times."""
         self._interrupted: set[str] = set()
         """Requests that were in an engine that died and have not been sent to the next one yet."""
-        self._detector = PoisonDetector(lambda request_id: send(AbortRequest(request_id=request_id)))
+        self.detector = PoisonDetector(lambda request_id: send(AbortRequest(request_id=request_id)))
 
     def __len__(self) -> int:
         return len(self._open)
@@ -225,7 +225,7 @@ class RequestJournal:
         self._open[message.request_id] = stream
         self.queue.enter(message, stream.output_ids)
         self.of_tenant[message.tenant] += 1
-        held = self._detector.quarantine_new(message.request_id)
+        held = self.detector.quarantine_new(message.request_id)
         if hand_over and not held:
             self._send_requests([message.request_id])
         return stream
@@ -243,15 +243,15 @@ class RequestJournal:
     def engine_ready(self) -> None:
         # Also without open requests: those under suspicion may all have been cancelled, and their trial would
         # hold back every later one.
-        self._send_requests(self._detector.begin(list(self._open)))
+        self._send_requests(self.detector.begin(list(self._open)))
 
     def deliver_step(self, step: StepOutputs) -> None:
         """Deliver the outputs of a step, and learn from its time."""
         self.queue.observe(step.stats)
         for name, times in step.times.items():
-            if name != self._detector.recalled:
+            if name != self.detector.recalled:
                 self.note_times(name, times)
-        is_trial = self._detector.on_trial is not None  # begins with an engine, never within a step
+        is_trial = self.detector.on_trial is not None  # begins with an engine, never within a step
         for output in step.outputs:
             if is_trial or output.finish_reason is not None or output.cached_tokens is not None:
                 self.deliver(output)
@@ -267,9 +267,9 @@ class RequestJournal:
     def deliver(self, output: RequestOutput) -> None:
         request_id = output.request_id
         stream = self._open.get(request_id)
-        if output.finish_reason == "abort" and stream is not None and request_id == self._detector.recalled:
+        if output.finish_reason == "abort" and stream is not None and request_id == self.detector.recalled:
             self._in_engine.pop(request_id, None)
-            self._send_requests(self._detector.record_recall(request_id))
+            self._send_requests(self.detector.record_recall(request_id))
             return
         if output.finish_reason is not None:
             self._in_engine.pop(request_id, None)
@@ -282,11 +282,11 @@ class RequestJournal:
             if output.cached_tokens is not None and stream.sent_at is not None:
                 self.queue.note_first(stream.request, stream.sent_at, output.cached_tokens)
             stream.push(output)
-        if self._detector.open:
+        if self.detector.open:
             self._send_requests(
-                self._detector.record_tokens(request_id, len(output.token_ids))
+                self.detector.record_tokens(request_id, len(output.token_ids))
                 if output.finish_reason is None
-                else self._detector.record_end(request_id)
+                else self.detector.record_end(request_id)
             )
 
     def engine_died(self, *, from_outside: bool) -> str | None:
@@ -299,9 +299,9 @@ class RequestJournal:
         self._images.clear()
         self._forget_cancelled()
         if from_outside:
-            self._detector.record_interruption()
+            self.detector.record_interruption()
             return None
-        guilty = self._detector.record_crash(present)
+        guilty = self.detector.record_crash(present)
         if guilty is not None and (stream := self._close(guilty)) is not None:
             stream.fail("engine_error", "The engine failed repeatedly on this request.")
         return guilty
@@ -320,19 +320,6 @@ class RequestJournal:
         self._interrupted.add(request_id)
         self._send_requests([request_id])
 
-    @property
-    def narrowed(self) -> bool:
-        """The last crash, of which no request was found guilty, left few under suspicion."""
-        return self._detector.narrowed
-
-    @property
-    def proven(self) -> int:
-        """Number of requests that passed a trial since crashes were last forgotten."""
-        return len(self._detector.proven)
-
-    def forget_crashes(self) -> None:
-        self._detector.forget()
-
     # ------------------------------------------------------------------ internals
 
     def _send_requests(self, request_ids: Collection[str]) -> None:
@@ -347,7 +334,7 @@ class RequestJournal:
             except FrameTooLarge:
                 self._close(request_id)
                 stream.fail("request_too_large", "The request is too large for the engine.")
-                self._send_requests(self._detector.record_end(request_id))
+                self._send_requests(self.detector.record_end(request_id))
                 continue
             self._in_engine[request_id] = None
             if request_id in self._interrupted:
@@ -371,7 +358,7 @@ class RequestJournal:
         stream.push(RequestOutput(request_id=request_id, finish_reason="abort"))
 
     def _close(self, request_id: str) -> TokenStream | None:
-        self._detector.client_left(request_id)
+        self.detector.client_left(request_id)
         self._interrupted.discard(request_id)
         stream = self._open.pop(request_id, None)
         if stream is not None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.hardware.proc import (
@@ -19,6 +19,9 @@ from llmbox.engine.hardware.proc import (
     thread_states,
     waits_for_file_lock,
 )
+
+if TYPE_CHECKING:
+    from .supervisor import Supervisor
 
 log = logging.getLogger("llmbox.engines")
 
@@ -150,27 +153,10 @@ class WatchLimits:
     """Ticks of a load without a message, working or not, until the engine is given up."""
 
 
-class Watched(Protocol):
-    """Engine process as the watchdog sees it."""
-
-    name: str
-
-    @property
-    def pid(self) -> int | None: ...
-    def ping(self) -> None: ...
-    def processor_seconds(self) -> float | None:
-        """Processor seconds used so far. None when unknown, or while a thread waits for a disk or a core:
-        counts as busy.
-        """
-        ...
-
-    def kill_stuck(self, reason: str) -> None: ...
-
-
 class Watchdog:
     """Timer that pings a silent engine and kills one that stays silent, or makes no progress in a load."""
 
-    def __init__(self, watched: Watched, limits: WatchLimits) -> None:
+    def __init__(self, watched: "Supervisor", limits: WatchLimits) -> None:
         self._watched = watched
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None

@@ -34,13 +34,7 @@ from .admission import FinishRate, QueueReservation, QueueReservations, State, q
 from .engine_process import EngineProcess, EngineQueries, ProcessExit, SupervisorOptions
 from .pair_switch import PairSwitch
 from .request_journal import RequestJournal, TokenStream
-from .restart_policy import (
-    RestartBreaker,
-    RestartPolicy,
-    Watchdog,
-    keep_config,
-    processor_seconds,
-)
+from .restart_policy import RestartBreaker, RestartPolicy, Watchdog, keep_config, processor_seconds
 
 _STOP_GRACE: Final = 2.0
 
@@ -146,7 +140,7 @@ class Supervisor:
 
     async def block_map(self) -> BlockMap | None:
         """Return the map of the KV blocks. None while the engine is not ready or too busy to answer."""
-        return await self._queries.blocks.fetch() if self.state == "ready" else None
+        return await self._queries.blocks() if self.state == "ready" else None
 
     async def profile_steps(self, *, is_on: bool) -> StepProfile | None:
         """Start or stop the profile of the engine's steps. None as for `block_map`."""
@@ -294,13 +288,13 @@ class Supervisor:
         self.restarts, self.stats = self.restarts + 1, EngineStats()
         now = self._options.clock()
         if now - self._died_at > self._options.deaths.window:
-            self._requests.forget_crashes()
+            self._requests.detector.forget()
         self._died_at = now
         guilty = self._requests.engine_died(from_outside=death.from_outside)
-        if death.from_outside or not self._requests.narrowed:
+        if death.from_outside or not self._requests.detector.narrowed:
             self._deaths.add()
         if guilty is not None:
-            self._deaths.forgive(self._requests.proven)
+            self._deaths.forgive(len(self._requests.detector.proven))
             log.error("engine %s: request %s crashed it repeatedly and is given up", self.name, guilty)
         self._change("restarting", f"the engine died and is being restarted: {death.cause}")
 
@@ -377,6 +371,9 @@ class Supervisor:
         self._send(Ping(nonce=0))
 
     def processor_seconds(self) -> float | None:
+        """Return the processor seconds of all ranks. None when unknown, or while a thread waits for a disk or
+        a core: counts as busy.
+        """
         seconds = [processor_seconds(pid) for pid in self.pids]
         return sum(filter(None, seconds)) if seconds and None not in seconds else None
 

@@ -60,8 +60,8 @@ def device_bandwidth(
     value yet, or to `refresh` it.
     """
     if device == "cuda":
-        told = machine.gpus[0].bandwidth
-        return None if told is None else Bandwidth.exact(told)
+        datasheet = machine.gpus[0].bandwidth
+        return None if datasheet is None else Bandwidth.exact(datasheet)
     count = str(threads or machine.cpu.cores)
     probes = _read(file, machine)
     kept = probes.by_threads.get(count)

@@ -112,67 +112,77 @@ class Fit:
         return {"fits": self.fits, "fits_disk": self.fits_disk, **found}
 
 
-def fit(
-    facts: ModelFacts,
-    machine: Machine,
-    config: EngineConfig,
-    *,
-    budget_gb: float | None,
-    disk: Path,
-    bandwidth: Bandwidth | None,
-    host_bandwidth: Callable[[], Bandwidth | None] = lambda: None,
-    kv_disk: int = 0,
-) -> Fit:
-    """Plan a model on this machine. `config` holds the requested options; `disk` is where a download would
-    go; `bandwidth` is the device's, `host_bandwidth` returns that of main memory, if that has a part of a
-    model beside a GPU; `kv_disk` is the size of the KV cache on disk.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitSite:
+    """Machine that models are planned for."""
 
-    Raises DeviceError where there is no such device.
-    """
-    if facts.config.is_bidirectional and config.device == "auto":
+    machine: Machine
+    budget_gb: float | None
+    """`memory.budget` of the settings."""
+    disk: Path
+    """Folder that a download would go to."""
+    bandwidth: Bandwidth | None
+    """Bandwidth of the device's memory; None: no speed is predicted."""
+    host_bandwidth: Callable[[], Bandwidth | None] = lambda: None
+    """Called for that of main memory, if it has a part of a model beside a GPU."""
+    kv_disk: int = 0
+    """Size of the KV cache on disk in bytes."""
+
+
+def fit(facts: ModelFacts, config: EngineConfig, site: FitSite) -> Fit:
+    """Plan a model with the options of `config`. Raises DeviceError where there is no such device."""
+    model, machine = facts.config, site.machine
+    if model.is_bidirectional and config.device == "auto":
         config = replace(config, device="cpu")
     device = usable_device(machine, config.device)
-    budget = total_budget(machine, device, budget_gb)
-    now = MemoryBudget.of(machine, device)
-    plan, reason = plan_within_budget(facts.config, machine, device, budget, config)
-    remedies: tuple[str, ...] = ()
-    if plan is None or (plan.expert_bytes and config.cpu_experts == "auto"):
-        on_device = config if plan is None else replace(config, cpu_experts="off")
-        remedies = alternatives(facts.config, machine, device, budget, on_device)
-        if device == "cuda":
-            if plan is None and config.cpu_experts == "off":
-                remedies += _with_host_experts(facts.config, machine, budget, config)
-            remedies += _in_main_memory(facts.config, machine, budget_gb, config)
-    notes = facts.notes + _describe_experts(facts.config) + (plan.notes if plan else ())
-    if plan and plan.total_bytes > now.available:
+    budget = total_budget(machine, device, site.budget_gb)
+    available = MemoryBudget.of(machine, device).available
+    plan, reason = plan_within_budget(model, machine, device, budget, config)
+    notes = facts.notes + _describe_experts(model) + (plan.notes if plan else ())
+    if plan and plan.total_bytes > available:
         notes += (
-            f"only {show_bytes(now.available)} are free now: other programs or models must make room first",
+            f"only {show_bytes(available)} are free now: other programs or models must make room first",
         )
-    disk_free = free_space(disk)
-    writes = not facts.config.is_bidirectional
+    keeps_kv = not model.is_bidirectional
     result = Fit(
         name=facts.name,
         device=device,
         budget=budget,
-        available=now.available,
+        available=available,
         plan=plan,
         reason=reason,
-        remedies=remedies,
+        remedies=_remedies(model, plan, device, budget, config, site),
         notes=notes,
         disk_need=facts.missing_bytes,
-        disk_free=disk_free,
-        kv_disk_bytes=kv_disk if config.prefix_cache and writes else 0,
-        speed=(
-            _speed(facts.config, plan, machine, bandwidth, host_bandwidth)
-            if plan and bandwidth and writes
-            else None
-        ),
+        disk_free=free_space(site.disk),
+        kv_disk_bytes=site.kv_disk if config.prefix_cache and keeps_kv else 0,
+        speed=_speed(model, plan, site.bandwidth, site) if plan and site.bandwidth and keeps_kv else None,
     )
     if not result.fits_disk:
         need = show_bytes(facts.missing_bytes + DISK_RESERVE, up=True)
-        told = f"the disk has {show_bytes(disk_free)} free, {need} are needed"
-        result = replace(result, reason=f"{reason}; {told}" if reason else told)
+        lacking = f"the disk has {show_bytes(result.disk_free)} free, {need} are needed"
+        result = replace(result, reason=f"{reason}; {lacking}" if reason else lacking)
     return result
+
+
+def _remedies(
+    model: ModelConfig,
+    plan: MemoryPlan | None,
+    device: Place,
+    budget: int,
+    config: EngineConfig,
+    site: FitSite,
+) -> tuple[str, ...]:
+    """Return settings with which a model would fit, or would have its experts on the GPU."""
+    if plan is not None and not (plan.expert_bytes and config.cpu_experts == "auto"):
+        return ()
+    on_device = config if plan is None else replace(config, cpu_experts="off")
+    found = alternatives(model, site.machine, device, budget, on_device)
+    if device == "cuda":
+        if plan is None and config.cpu_experts == "off":
+            found += _with_host_experts(model, site.machine, budget, config)
+        found += _in_main_memory(model, site.machine, site.budget_gb, config)
+    return found
 
 
 def plan_within_budget(
@@ -285,32 +295,32 @@ def _describe_experts(config: ModelConfig) -> tuple[str, ...]:
         return ()
     shape = config.shape()
     share = shape.active_params / shape.matmul_params
-    told = (
+    text = (
         f"{experts.per_token} of {experts.count} experts in a layer work for a token: all must be in memory, "
         f"{share:.0%} of the weights are read for one stream, more for several"
     )
-    return (told,)
+    return (text,)
 
 
 def _slowest(plan: MemoryPlan, machine: Machine, bandwidth: Bandwidth) -> Bandwidth:
     """Return the lowest bandwidth among the ranks' GPUs, which wait for each other: GPUs of one box may
     differ.
     """
-    told = [machine.gpus[gpu].bandwidth for gpu in plan.gpus]
-    least = min(filter(None, told), default=None)
+    known = [machine.gpus[gpu].bandwidth for gpu in plan.gpus]
+    least = min(filter(None, known), default=None)
     return bandwidth if least is None else Bandwidth.exact(least)
 
 
 def _speed(
     config: ModelConfig,
     plan: MemoryPlan,
-    machine: Machine,
     bandwidth: Bandwidth,
-    host_bandwidth: Callable[[], Bandwidth | None],
+    site: FitSite,
 ) -> Speed | None:
+    machine = site.machine
     shape, bandwidth = config.shape(), _slowest(plan, machine, bandwidth)
     if plan.expert_bytes:
-        host = host_bandwidth()
+        host = site.host_bandwidth()
         return None if host is None else _host_speed(shape, plan, bandwidth, host)
     streams = max(1, min(plan.max_running, int(plan.max_concurrency * 4)))
     context = plan.context // 4

@@ -5,12 +5,11 @@ own data: the hub is not asked.
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import EngineError
-from llmbox.engine.hardware.machine import Machine, read_machine
+from llmbox.engine.hardware.machine import read_machine
 from llmbox.engine.model_config.config import ModelConfig
 from llmbox.engine.planning.estimator import MemoryPlan, show_bytes
 
@@ -29,8 +28,8 @@ from ..models.registry import (
     with_hub_facts,
 )
 from ..util.formatting import rate_range
-from .bandwidth import Bandwidth, device_bandwidth
-from .fit import Fit, Speed, default_engine, fit, plan_alone
+from .bandwidth import device_bandwidth
+from .fit import Fit, FitSite, Speed, default_engine, fit, plan_alone
 
 USABLE_RATE = 5.0
 """Tokens a second, the middle of the predicted range, below which a reader waits for words."""
@@ -88,24 +87,20 @@ class Recommendation:
 
 
 def recommend(
-    machine: Machine,
     config: EngineConfig,
-    *,
-    budget_gb: float | None,
-    disk: Path,
-    bandwidth: Bandwidth | None,
+    site: FitSite,
     present: Collection[str] = (),
-    told: Mapping[str, HubFacts] | None = None,
+    hub_facts: Mapping[str, HubFacts] | None = None,
 ) -> list[Recommendation]:
     """Plan every recommended model as `fit` does, with the options of `config`.
 
-    None is proposed with experts in main memory. `present`: names of the models on this disk. `told`: what
-    the hub said of them when it was asked last.
+    None is proposed with experts in main memory. `present`: names of the models on this disk. `hub_facts`:
+    what the hub said of them when it was asked last.
     Raises DeviceError where there is no such device.
     """
     found, config = [], replace(config, cpu_experts="off")
     for packaged in recommended():
-        model, parsed = _current(packaged, (told or {}).get(packaged.repo))
+        model, parsed = _current(packaged, (hub_facts or {}).get(packaged.repo))
         size = model.download_bytes
         here = model.repo in present
         facts = ModelFacts(
@@ -116,8 +111,7 @@ def recommend(
             disk_bytes=size,
             missing_bytes=0 if here else size,
         )
-        plan = fit(facts, machine, config, budget_gb=budget_gb, disk=disk, bandwidth=bandwidth)
-        found.append(Recommendation(model, plan, here))
+        found.append(Recommendation(model, fit(facts, config, site), here))
     return found
 
 
@@ -144,15 +138,15 @@ class LocalPlanner:
         """Plan a model with the options of `config`. `kv_disk`: bytes of the KV cache on disk; `probe`
         measures the memory bandwidth again. Raises DeviceError where there is no such device.
         """
+        return fit(facts, config, replace(self._site(config, probe=probe), kv_disk=kv_disk))
+
+    def _site(self, config: EngineConfig, *, probe: bool = False) -> FitSite:
         machine, file = read_machine(), self.paths.bandwidth_file
         device = usable_device(machine, config.device)
-        return fit(
-            facts,
-            machine,
-            config,
+        return FitSite(
+            machine=machine,
             budget_gb=self.settings.memory.budget,
             disk=hub_cache(self.environ),
-            kv_disk=kv_disk,
             bandwidth=device_bandwidth(machine, device, file, config.threads, refresh=probe),
             host_bandwidth=lambda: device_bandwidth(machine, "cpu", file, config.threads, refresh=probe),
         )
@@ -161,22 +155,14 @@ class LocalPlanner:
         """Plan every recommended model, with the options of `config`. `names`: registered names of models.
         Raises DeviceError where there is no such device.
         """
-        machine, config = read_machine(), config or self.engine
-        device = usable_device(machine, config.device)
-        return recommend(
-            machine,
-            config,
-            budget_gb=self.settings.memory.budget,
-            disk=hub_cache(self.environ),
-            bandwidth=device_bandwidth(machine, device, self.paths.bandwidth_file, config.threads),
-            present={model.ref.name for model in on_disk(self.environ, names)},
-            told=read_hub_facts(self.paths.recommended_file),
-        )
+        config = config or self.engine
+        present = {model.ref.name for model in on_disk(self.environ, names)}
+        return recommend(config, self._site(config), present, read_hub_facts(self.paths.recommended_file))
 
 
-def _current(model: RecommendedModel, told: HubFacts | None) -> tuple[RecommendedModel, ModelConfig]:
+def _current(model: RecommendedModel, hub_facts: HubFacts | None) -> tuple[RecommendedModel, ModelConfig]:
     """Return a model as the hub described it; as the package does where that cannot be served."""
-    current = with_hub_facts(model, told)
+    current = with_hub_facts(model, hub_facts)
     try:
         return current, parse_config_files({"config.json": current.config})
     except EngineError:
@@ -196,8 +182,8 @@ def smaller_models(name: str, found: list[Recommendation]) -> Iterator[str]:
     )[:SIBLINGS]:
         plan, speed = each.fit.plan, each.fit.speed
         assert plan is not None
-        told = f"{each.model.name}: {show_bytes(plan.total_bytes)} with a context of {plan.context} tokens"
-        yield told + (f", {rate_range(*speed.one_stream)} tokens/s" if speed else "")
+        text = f"{each.model.name}: {show_bytes(plan.total_bytes)} with a context of {plan.context} tokens"
+        yield text + (f", {rate_range(*speed.one_stream)} tokens/s" if speed else "")
 
 
 def first_choices(found: list[Recommendation]) -> dict[str, Recommendation]:
@@ -233,6 +219,6 @@ def slow_warning(speed: Speed | None, found: list[Recommendation]) -> str:
     """Return a sentence about a speed below `USABLE_RATE`, with the largest chat model above it; else ""."""
     if speed is None or speed.expected >= USABLE_RATE:
         return ""
-    told = f"expected here: {rate_range(*speed.one_stream)} tokens/s, slower than people read"
+    text = f"expected here: {rate_range(*speed.one_stream)} tokens/s, slower than people read"
     best = first_choices(found).get("Best")
-    return f"{told}; {best.model.name} is the largest recommended one that keeps up" if best else told
+    return f"{text}; {best.model.name} is the largest recommended one that keeps up" if best else text

@@ -30,8 +30,8 @@ def fit_rows(result: Fit) -> dict[str, str]:
         else "all here"
     )
     if result.kv_disk_tokens:
-        told = f"{size(result.kv_disk_bytes)} for all models, {result.kv_disk_tokens:,} tokens of this one"
-        rows["KV on disk"] = told
+        text = f"{size(result.kv_disk_bytes)} for all models, {result.kv_disk_tokens:,} tokens of this one"
+        rows["KV on disk"] = text
     if result.speed is not None:
         rows |= _speed_rows(result.speed)
     return rows

@@ -29,19 +29,17 @@ from ..store.record import ContentDraft, LiveRequest, RequestRecord
 from ..tracing.tracer import RequestTracer
 from .choice_stream import AnswerBuffer, ChoiceStream, OutputHasher
 from .generation import Generation, choice_seed, params_json, sequence_id
-from .open_request import NullObserver, OpenRequest, RequestObserver, RevocationWatcher
+from .open_request import OpenRequest, RequestObserver, RevocationWatcher
 from .request_times import ExchangeClock, call_after_times, sequence_records
 from .target_admission import TargetAdmission
 
 
 def check_generates(model: LoadedModel) -> None:
     """Raise ApiError 400 for a model that does not generate text."""
-    info, name = model.supervisor.info, model.name
-    assert info is not None
-    if not info.generates:
+    if not model.info.generates:
         raise ApiError(
             400,
-            f"{name} makes embeddings or scores, not text: send the request to /v1/embeddings or "
+            f"{model.name} makes embeddings or scores, not text: send the request to /v1/embeddings or "
             "/v1/rerank, or name another model.",
             code="generation_not_supported",
             param="model",
@@ -56,9 +54,8 @@ def max_in_engine(model: LoadedModel, choices: int, *, pools: bool, queue: int) 
     """
     if not pools:
         return choices
-    info = model.supervisor.info
-    assert info is not None
-    return min(choices, info.max_running + min(info.max_running, queue))
+    running = model.info.max_running
+    return min(choices, running + min(running, queue))
 
 
 class Gateway:
@@ -75,22 +72,27 @@ class Gateway:
     ) -> None:
         self.engines = engines
         self.limits = settings.limits
-        self.prices = settings.usage.prices
-        """Prices of tokens, for the budgets of keys; a reload sets them anew."""
         self.admission = TargetAdmission(metrics, settings)
         self.templates = TemplatePool()
         self.grammars = GrammarPool()
         self.images = ImageReader()
-        self.fetches_images = settings.server.fetch_images
-        """True if images of http and https URLs are fetched; a reload sets it anew."""
         self._log = log
         self._metrics = metrics
-        self._observer = observer or NullObserver()
+        self._observer = observer or RequestObserver()
         self.tracer = tracer or RequestTracer()
         self._open: dict[str, OpenRequest] = {}
         self._revocation = RevocationWatcher(self._open)
         self._engine_ids = 0
         self._hasher = OutputHasher(log.path.with_name("output-hash.key"))
+        self.apply(settings)
+
+    def apply(self, settings: Settings) -> None:
+        """Apply the settings that a reload changes while requests run."""
+        self.prices = settings.usage.prices
+        """Prices of tokens, for the budgets of keys."""
+        self.fetches_images = settings.server.fetch_images
+        """True if images of http and https URLs are fetched."""
+        self.admission.apply(settings)
 
     def open(self, generation: Generation) -> OpenRequest:
         """Submit every choice, or none. Read the result inside `with`. Raises ApiError 400, 409, 429, 503."""
@@ -158,16 +160,18 @@ class Gateway:
         await self.images.close()
         await asyncio.to_thread(self.tracer.close)
 
-    def _submit(self, generation: Generation) -> OpenRequest:
-        supervisor = generation.model.supervisor
-        if generation.params.pooling is None:
-            check_generates(generation.model)
+    def _admit(self, generation: Generation) -> int:
+        """Return how many choices of the request the engine gets at once. Raises ApiError 400, 409, 429 and
+        503.
+        """
         pools = generation.params.pooling is not None
+        if not pools:
+            check_generates(generation.model)
         choices = len(generation.prompts) * generation.n
         at_once = max_in_engine(generation.model, choices, pools=pools, queue=self.limits.queue)
         if generation.reservation is not None:
             generation.reservation.release()
-        supervisor.check_room(at_once, generation.tenant)
+        generation.model.supervisor.check_room(at_once, generation.tenant)
         if generation.id in self._open:
             raise ApiError(
                 409,
@@ -175,6 +179,10 @@ class Gateway:
                 code="request_id_in_use",
                 param="request_id",
             )
+        return at_once
+
+    def _submit(self, generation: Generation) -> OpenRequest:
+        at_once, supervisor = self._admit(generation), generation.model.supervisor
         messages = self._messages(generation)
         reservation = _reserve_tokens(generation, messages, self.prices)
         submitted = (
@@ -246,7 +254,7 @@ class Gateway:
         self._observer.on_end(record, request.reason)
 
     def _write(self, request: OpenRequest, record: RequestRecord) -> None:
-        """Log a request with the times of its sequences; they follow where the engine has not told them."""
+        """Log a request with the times of its sequences, or without those that the engine reports later."""
         ended, clock = time.monotonic(), request.generation.clock
 
         def late() -> None:
@@ -305,9 +313,7 @@ def max_new_tokens(generation: Generation, prompt: list[int]) -> int:
 
 def model_limit(model: LoadedModel) -> int:
     """Context limit of a model, lowered by the alias that was used."""
-    info = model.supervisor.info
-    assert info is not None
-    limit = context_limit(info)
+    limit = context_limit(model.info)
     return min(limit, model.context_cap or limit)
 
 

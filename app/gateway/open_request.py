@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from llmbox.engine.ipc.messages import RequestOutput
 
@@ -338,25 +338,14 @@ def _no_longer() -> ApiError:
     )
 
 
-class RequestObserver(Protocol):
-    """Observer of requests. Called on the event loop; must be quick and must not raise."""
-
-    def on_open(self, request: LiveRequest) -> None: ...
-
-    def on_end(self, record: RequestRecord, reason: str = "") -> None:
-        """Called when a request has ended. `reason`: the message of its error."""
-
-    def on_refusal(self, record: RequestRecord, reason: str = "") -> None: ...
-
-
-class NullObserver:
-    """Observer that does nothing."""
+class RequestObserver:
+    """Observer of requests; this one does nothing. Called on the event loop; must be quick and not raise."""
 
     def on_open(self, request: LiveRequest) -> None:
         pass
 
     def on_end(self, record: RequestRecord, reason: str = "") -> None:
-        pass
+        """Called when a request has ended. `reason`: the message of its error."""
 
     def on_refusal(self, record: RequestRecord, reason: str = "") -> None:
-        pass
+        """Called when a request was refused before it reached an engine."""

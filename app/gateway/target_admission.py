@@ -105,7 +105,7 @@ def _too_late(
     name: str, forecast: Forecast, target: LatencyTarget, missed: Sequence[str], waited: float
 ) -> ApiError:
     """Error 429 of a request that would miss these targets."""
-    told = {
+    reasons = {
         "ttft": f"its first token after {span(forecast.ttft + waited)} (target {span(target.ttft)})",
         "tpot": f"a token every {span(forecast.tpot)} (target {span(target.tpot)})",
     }
@@ -113,7 +113,7 @@ def _too_late(
     return ApiError(
         429,
         f"{name} is too busy for its latency targets: a request now would have "
-        f"{' and '.join(told[each] for each in missed)}. Try again in {seconds} s.",
+        f"{' and '.join(reasons[each] for each in missed)}. Try again in {seconds} s.",
         code="latency_target_missed",
         type="rate_limit_error",
         headers={"Retry-After": str(seconds)},
@@ -133,13 +133,13 @@ def _note_never_met(
     late = [each for each in missed if each in forecast.never_met(target)]
     if not forecast.is_first or not late:
         return
-    told = {
+    reasons = {
         "ttft": f"its first token came after {span(ttft)} (target {span(target.ttft)})",
         "tpot": f"a token came every {span(record.tpot_s)} (target {span(target.tpot)})",
     }
     queue.never_met = (
         f"the latency targets cannot be met: of a prompt of {record.prompt_tokens} tokens that waited for no "
-        f"other {' and '.join(told[each] for each in late)}; such requests are served one at a time"
+        f"other {' and '.join(reasons[each] for each in late)}; such requests are served one at a time"
     )
     if queue.warned_of != target:
         queue.warned_of = target

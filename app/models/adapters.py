@@ -156,13 +156,13 @@ def resolve_base(
 
 
 def _find_base(
-    told: str,
+    known_base: str,
     base: str | None,
     environ: Mapping[str, str],
     names: NameLookup,
     memory: Mapping[str, ModelRef] | None,
 ) -> ModelRef:
-    text = base or told
+    text = base or known_base
     if not text:
         raise CliError(
             "the base is not known", f"{CONFIG} does not name it", "name it: --base MODEL", Exit.USAGE

@@ -24,12 +24,7 @@ from llmbox.engine.gguf.reader import is_gguf
 
 from ..errors import CliError, Exit
 from ..util.formatting import did_you_mean
-from .gguf_folders import (
-    choose_quantization,
-    folder_of,
-    is_projector,
-    quantizations,
-)
+from .gguf_folders import choose_quantization, folder_of, is_projector, quantizations
 from .registry import NameLookup, full_name, short_names
 
 Source = Literal["builtin", "directory", "hub"]

@@ -123,7 +123,7 @@ class BatchStore:
         """
         text = answer.decode("utf-8", "replace")
         await self._log.ask(
-            lambda engine: self._wrote(_sql().record(engine, item, http_status, request_id, text))
+            lambda engine: self._log.wrote(_sql().record(engine, item, http_status, request_id, text))
         )
 
     async def end(self, batch: int, status: Literal["cancelled", "expired"]) -> None:
@@ -154,9 +154,6 @@ class BatchStore:
 
         # A cancelled future takes no result: setting one would end the writer thread.
         return await asyncio.shield(asyncio.wrap_future(found)) if self._log.submit(read) else []
-
-    def _wrote(self, size: int) -> None:
-        self._log.wrote(size)
 
 
 def _sql() -> Any:

@@ -115,7 +115,7 @@ def open_file(path: Path, *, write: bool = False) -> Iterator[sqlite3.Connection
     try:
         mode = "rw" if write else "ro"
         connection = sqlite3.connect(
-            f"file:{_escaped(path)}?mode={mode}", uri=True, timeout=BUSY_S, isolation_level=None
+            f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=BUSY_S, isolation_level=None
         )
         with contextlib.closing(connection):
             yield connection
@@ -127,10 +127,6 @@ def open_file(path: Path, *, write: bool = False) -> Iterator[sqlite3.Connection
         ) from error
     except sqlite3.DatabaseError as error:
         raise CliError(f"{path} is damaged", str(error), "llmbox db check", Exit.INTEGRITY) from error
-
-
-def _escaped(path: Path) -> str:
-    return path.absolute().as_uri().removeprefix("file://")
 
 
 def _tables(connection: sqlite3.Connection) -> list[str]:

@@ -1,7 +1,11 @@
-"""Tables of the request log. A change here needs a migration in `migrations/versions`."""
+"""Tables of the request log, and deletion of rows of any. A changed table needs a migration in
+`migrations/versions`.
+"""
 
-from sqlalchemy import Column, ForeignKey, Index, Integer
-from sqlmodel import Field, SQLModel
+from sqlalchemy import Column, ColumnElement, Engine, ForeignKey, Index, Integer, delete, select
+from sqlmodel import Field, SQLModel, col
+
+from .database import give_back_space
 
 
 class RequestRow(SQLModel, table=True):
@@ -191,3 +195,27 @@ class PanelItemRow(SQLModel, table=True):
     name: str
     body: str
     """JSON object of the kind's struct."""
+
+
+def delete_rows(engine: Engine, table: type[SQLModel], which: ColumnElement[bool]) -> bool:
+    """Delete rows, with the copies in the write-ahead log. Returns False if there are none."""
+    with engine.begin() as connection:
+        found = connection.execute(delete(table).where(which)).rowcount > 0
+    if found:
+        give_back_space(engine)
+    return found
+
+
+def delete_owners_but(
+    engine: Engine,
+    table: type[BatchRow | ConversationRow | PanelItemRow | StoredRow],
+    known: frozenset[str],
+) -> int:
+    """Delete the rows of keys that are not `known` and return their number. Rows without an owner stay. Disk
+    space is freed separately.
+    """
+    owner = col(table.owner)
+    with engine.begin() as connection:
+        owners = connection.execute(select(owner).distinct()).scalars().all()
+        gone = [each for each in owners if each and each not in known]
+        return sum(connection.execute(delete(table).where(owner == each)).rowcount for each in gone)

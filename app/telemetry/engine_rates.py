@@ -161,7 +161,7 @@ class EngineReader:
         latencies: Latencies,
         find_target: Callable[[str], LatencyTarget | None] = lambda _: None,
     ) -> None:
-        self._latencies = latencies
+        self.latencies = latencies
         self._find_target = find_target
         self._looks: dict[str, deque[tuple[float, EngineStats]]] = {}
         self._shapes: dict[str, ModelShape | None] = {}
@@ -178,7 +178,7 @@ class EngineReader:
         tokens_in, tokens_out = self._rates(looks, stats)
         info = supervisor.info
         blocks = stats.blocks_total or (info.num_blocks if info else 0)
-        ttft, tpot = self._latencies.of(name)
+        ttft, tpot = self.latencies.of(name)
         target = self._find_target(name)
         described = EngineSnapshot(
             model=name,

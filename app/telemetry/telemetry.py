@@ -18,11 +18,12 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from ..config.entries import LatencyTarget, find_target
+from ..config.entries import find_target
 from ..config.paths import Paths
 from ..engines.manager import EngineManager
 from ..events import Events
 from ..gateway.gateway import Gateway
+from ..gateway.open_request import RequestObserver
 from ..log import component
 from ..store import RequestLog
 from ..store.record import LiveRequest, RequestRecord
@@ -138,25 +139,20 @@ class Poller:
         gateway: Gateway,
         events: Events,
         history: History,
-        latencies: Latencies,
+        engine_reader: EngineReader,
         error_rates: ErrorRates,
         *,
         gpus: GpuReader,
         host: HostReader,
         timeout: float = TIMEOUT_S,
-        idle: float = IDLE_S,
-        clock: Callable[[], float] = time.time,
-        find_target: Callable[[str], LatencyTarget | None] = lambda _: None,
     ) -> None:
         self.last = Tick(time=0.0)
         self._engines, self._gateway, self._events = engines, gateway, events
-        self._history, self._latencies = history, latencies
-        self._error_rates = error_rates
+        self._history, self._engine_reader = history, engine_reader
+        self._latencies, self._error_rates = engine_reader.latencies, error_rates
         self._gpus, self._host = gpus, host
         self._gpu_guard: TimedReader[Gpus] = TimedReader("telemetry-gpu", timeout)
         self._host_guard: TimedReader[Host] = TimedReader("telemetry-host", timeout)
-        self._engine_reader = EngineReader(latencies, find_target=find_target)
-        self._idle, self._clock = idle, clock
         self._wake = asyncio.Event()
         events.on_subscribe = self.wake
 
@@ -174,7 +170,7 @@ class Poller:
         while True:
             if not self.is_busy:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._idle):
+                    async with asyncio.timeout(IDLE_S):
                         await self._wake.wait()
             self._wake.clear()
             begun = loop.time()
@@ -186,7 +182,7 @@ class Poller:
 
     async def newest(self) -> Tick:
         """Return a tick that is at most about a second old."""
-        if self._clock() - self.last.time > BUSY_S + 0.5:
+        if time.time() - self.last.time > BUSY_S + 0.5:
             await self.poll()
         return self.last
 
@@ -199,7 +195,7 @@ class Poller:
         error_rates = self._error_rates.read()
         requests = self._gateway.in_flight() if self._events.subscribers else []
         tick = Tick(
-            time=self._clock(),
+            time=time.time(),
             ready=readiness.ready,
             cause=readiness.cause,
             gpus=gpus,
@@ -277,8 +273,8 @@ def _sum(values: list[Number]) -> Number:
     return sum(known) if known else NA
 
 
-class RequestFeed:
-    """Gateway observer that publishes events. Use it only from the daemon's event loop."""
+class RequestFeed(RequestObserver):
+    """Observer that publishes events. Use it only from the daemon's event loop."""
 
     def __init__(self, events: Events, latencies: Latencies, error_rates: ErrorRates) -> None:
         self._events = events
@@ -362,11 +358,10 @@ class Telemetry:
             gateway,
             self._events,
             self.history,
-            self.latencies,
+            EngineReader(self.latencies, lambda model: find_target(self.targets, model)),
             self.error_rates,
             gpus=self._gpus,
             host=HostReader(paths.state_dir),
-            find_target=lambda model: find_target(self.targets, model),
         )
         self.feed.wake_poller = self.poller.wake
         self._log_feed = LogFeed(self._events, asyncio.get_running_loop())

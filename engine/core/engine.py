@@ -11,20 +11,14 @@ from typing import Any, Final, Protocol
 from ..checkpoint.adapter import has_int8_numbers, read_adapter
 from ..errors import EngineError, InvalidRequest
 from ..ipc.handover_messages import Prefill
-from ..ipc.messages import (
-    AddRequest,
-    EngineStats,
-    ModelInfo,
-    RequestOutput,
-    StepOutputs,
-    Vocabulary,
-)
+from ..ipc.messages import AddRequest, EngineStats, ModelInfo, RequestOutput, StepOutputs, Vocabulary
 from ..ipc.profile_messages import BlockMap
 from ..ipc.sequence_times import SequenceTimes
 from ..sampling_params import SamplingParams
 from .constraints.output_constraint import GrammarCompiler
 from .images import check_images
 from .kv_cache.block_pool import block_map
+from .kv_cache.manager import KVCacheManager
 from .request import Request, check_request
 from .scheduler import Scheduler
 from .step import Executor, StepPlan, finish_reason, make_error_output, pipeline_of
@@ -90,6 +84,10 @@ class Engine:
     def has_work(self) -> bool:
         return self._scheduler.has_work or bool(self._launched)
 
+    @property
+    def _kv_cache(self) -> KVCacheManager:
+        return self._scheduler.kv_cache
+
     def step(self) -> StepOutputs:
         """Schedule a step, launch it, collect the oldest finished step and return its outputs.
 
@@ -102,30 +100,15 @@ class Engine:
         started = self._clock()
         worked = bool(self._launched)
         plan = self._scheduler.schedule(self._pipeline)
-        if plan.rows and (adapters := self._scheduler.kv_cache.adapters) is not None and adapters.loads:
-            plan.adapter_loads.extend(adapters.take_loads())
         try:
             self._update_masks(plan)
             if plan.rows:
-                if self._experts is not None and not self._launched:
-                    self._experts.balance()
-                if (tiers := self._scheduler.kv_cache.tiers) is not None:
-                    tiers.before_step()
-                launched_at = self._clock()
-                self._launched.append((plan, self._runner.launch(plan), launched_at))
+                self._launch(plan)
             outputs = self._take_results() if self._is_full or not plan.rows else []
         except BaseException:
             self._discard(plan)
             raise
-        if (tiers := self._scheduler.kv_cache.tiers) is not None and tiers.has_work:
-            tiers.pump(sparingly=self.info.device == "cpu")
-            if tiers.reads.is_reading and not (plan.rows or worked):
-                tiers.reads.wait(IDLE_SECONDS)
-        kv_cache = self._scheduler.kv_cache
-        if kv_cache.outlet is not None:
-            kv_cache.outlet.pump()
-        if kv_cache.intake is not None and kv_cache.intake.is_waiting and not (plan.rows or worked):
-            kv_cache.intake.link.wait(IDLE_SECONDS)
+        self._move_blocks(is_idle=not (plan.rows or worked))
         if self._images is not None and self._images.has_work:
             worked = True
             outputs += self._advance_images()
@@ -134,11 +117,35 @@ class Engine:
             self._step_seconds += self._clock() - started
         return StepOutputs(outputs=outputs, stats=self.stats(), times=self.take_times())
 
+    def _launch(self, plan: StepPlan) -> None:
+        if self._experts is not None and not self._launched:
+            self._experts.balance()
+        if self._kv_cache.adapters is not None:
+            plan.adapter_loads.extend(self._kv_cache.adapters.take_loads())
+        if self._kv_cache.tiers is not None:
+            self._kv_cache.tiers.before_step()
+        launched_at = self._clock()
+        self._launched.append((plan, self._runner.launch(plan), launched_at))
+
+    def _move_blocks(self, *, is_idle: bool) -> None:
+        """Copy KV blocks to and from the tiers and a prefill engine. `is_idle`: there is nothing else to do,
+        so wait a moment for those that are on their way.
+        """
+        tiers, outlet, intake = self._kv_cache.tiers, self._kv_cache.outlet, self._kv_cache.intake
+        if tiers is not None and tiers.has_work:
+            tiers.pump(sparingly=self.info.device == "cpu")
+            if is_idle and tiers.reads.is_reading:
+                tiers.reads.wait(IDLE_SECONDS)
+        if outlet is not None:
+            outlet.pump()
+        if is_idle and intake is not None and intake.is_waiting:
+            intake.link.wait(IDLE_SECONDS)
+
     def prepare(self) -> bool:
         """Do one piece of idle-time work that makes later steps faster. False once nothing is left to do."""
         if self._runner.prepare() or (self._experts is not None and self._experts.balance()):
             return True
-        tiers = self._scheduler.kv_cache.tiers
+        tiers = self._kv_cache.tiers
         if tiers is None or not tiers.pump():
             return False
         tiers.wait_for_writer(IDLE_SECONDS)
@@ -150,9 +157,9 @@ class Engine:
         """
         end = self._clock() + CLOSE_SECONDS
         self._scheduler.drafting.close(CLOSE_SECONDS / 4)
-        if (tiers := self._scheduler.kv_cache.tiers) is not None:
+        if (tiers := self._kv_cache.tiers) is not None:
             tiers.close(max(0.0, end - self._clock()))
-        if (intake := self._scheduler.kv_cache.intake) is not None:
+        if (intake := self._kv_cache.intake) is not None:
             intake.link.close()
         if self._experts is not None:
             self._experts.save()
@@ -216,7 +223,7 @@ class Engine:
         """Note the adapter's size, and return the name under which the blocks of its requests are cached: its
         folder's, which contains a digest of its weights. Raises EngineError.
         """
-        slots = self._scheduler.kv_cache.adapters
+        slots = self._kv_cache.adapters
         if slots is None:
             raise InvalidRequest(
                 f"LoRA adapters are not supported here ({self.info.backend} on {self.info.device}): load the "
@@ -230,7 +237,7 @@ class Engine:
 
     def prefill(self, message: Prefill) -> RequestOutput | None:
         """Queue a prompt whose blocks are to be handed over. Returns an output only if it is refused."""
-        outlet = self._scheduler.kv_cache.outlet
+        outlet = self._kv_cache.outlet
         assert outlet is not None
         outlet.expect(message)
         refusal = self.add(
@@ -250,13 +257,13 @@ class Engine:
 
     def free_slots(self, slots: list[int]) -> None:
         """Mark slots of the hand-over segment as free: the decode engine has read them."""
-        outlet = self._scheduler.kv_cache.outlet
+        outlet = self._kv_cache.outlet
         assert outlet is not None
         outlet.release(slots)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Remove a request and free its blocks at once; None if it is not (or no longer) here."""
-        if (outlet := self._scheduler.kv_cache.outlet) is not None:
+        if (outlet := self._kv_cache.outlet) is not None:
             outlet.drop(request_id)
         if not self._scheduler.abort(request_id):
             return None
@@ -267,7 +274,7 @@ class Engine:
         return self._scheduler.ledger.take()
 
     def stats(self) -> EngineStats:
-        scheduler, pool, kv_cache = self._scheduler, self._scheduler.pool, self._scheduler.kv_cache
+        scheduler, pool, kv_cache = self._scheduler, self._scheduler.pool, self._kv_cache
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
@@ -295,8 +302,8 @@ class Engine:
 
     def blocks(self) -> BlockMap:
         """Return the state of every KV block. Walks the whole pool, so it is made on request only."""
-        scheduler, kv_cache = self._scheduler, self._scheduler.kv_cache
-        return block_map(scheduler.pool, kv_cache.computed_by, kv_cache.uses, scheduler.running)
+        kv_cache = self._kv_cache
+        return block_map(kv_cache.pool, kv_cache.computed_by, kv_cache.uses, self._scheduler.running)
 
     def _advance_images(self) -> list[RequestOutput]:
         """Encode one slice of an image. Returns the ends of the requests whose image cannot be encoded."""
@@ -327,7 +334,7 @@ class Engine:
         seconds = now - max(launched_at, self._collected_at)  # launched before another ended, it began then
         self._collected_at = now
         self._scheduler.ledger.advance(plan, tokens, seconds, self._scheduler.active.by_id)
-        if tokens >= PROMPT_STEP and (tiers := self._scheduler.kv_cache.tiers) is not None:
+        if tokens >= PROMPT_STEP and (tiers := self._kv_cache.tiers) is not None:
             tiers.reads.note_computed(tokens, seconds)
         return self._scheduler.update(plan, result)
 

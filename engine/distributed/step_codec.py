@@ -250,10 +250,10 @@ def decode_graph(frame: Frame) -> int:
 
 def _as_numbers(mask: bytes | None) -> "array[int]":
     """Pad the mask with zero bytes, bits of ids beyond the vocabulary, which samplers do not read."""
-    told = array(NUMBER)
+    numbers = array(NUMBER)
     if mask is not None:
-        told.frombytes(mask + bytes(-len(mask) % _MASK_UNIT))
-    return told
+        numbers.frombytes(mask + bytes(-len(mask) % _MASK_UNIT))
+    return numbers
 
 
 def _introduction(request: Request) -> list[Any]:
@@ -263,9 +263,9 @@ def _introduction(request: Request) -> list[Any]:
         if field.name not in _IN_MASKS
         and (value := getattr(request.params, field.name)) != getattr(_DEFAULTS, field.name)
     }
-    told = [request.request_id, request.num_prompt, params, request.adapter_slot, request.is_long]
+    values = [request.request_id, request.num_prompt, params, request.adapter_slot, request.is_long]
     # Workers need the places of images, not their pixels.
-    return told + [
+    return values + [
         [each.content_hash.hex(), *each.grid, each.start, each.num_tokens, each.num_rows]
         for each in request.images
     ]
@@ -280,19 +280,19 @@ def _append_images(numbers: "array[int]", embeddings: dict[ImagePiece, bytes]) -
 
 def _taken_images(frame: Frame) -> dict[ImagePiece, bytes]:
     """Read back the embeddings that `_append_images` appended."""
-    told = frame.body[_IMAGES]
+    listed = frame.body[_IMAGES]
     size = frame.numbers.itemsize
-    start = len(frame.numbers) - sum(-(-nbytes // size) for *_, nbytes in told)
+    start = len(frame.numbers) - sum(-(-nbytes // size) for *_, nbytes in listed)
     found = {}
-    for name, first, end, nbytes in told:
+    for name, first, end, nbytes in listed:
         stop = start + -(-nbytes // size)
         found[bytes.fromhex(name), first, end] = frame.numbers[start:stop].tobytes()[:nbytes]
         start = stop
     return found
 
 
-def _introduced_image(told: Sequence[Any]) -> PreparedImage:
-    content_hash, rows, columns, start, num_tokens, num_rows = told
+def _introduced_image(values: Sequence[Any]) -> PreparedImage:
+    content_hash, rows, columns, start, num_tokens, num_rows = values
     return PreparedImage(
         content_hash=bytes.fromhex(content_hash),
         tiles=[],
@@ -304,8 +304,8 @@ def _introduced_image(told: Sequence[Any]) -> PreparedImage:
     )
 
 
-def _introduced(told: Sequence[Any], ids: list[int]) -> Request:
-    request_id, num_prompt, params, adapter_slot, is_long, *images = told
+def _introduced(values: Sequence[Any], ids: list[int]) -> Request:
+    request_id, num_prompt, params, adapter_slot, is_long, *images = values
     return Request(
         request_id=request_id,
         prompt_ids=ids[:num_prompt],
@@ -317,10 +317,10 @@ def _introduced(told: Sequence[Any], ids: list[int]) -> Request:
     )
 
 
-def _params(told: dict[str, Any]) -> SamplingParams:
+def _params(sent: dict[str, Any]) -> SamplingParams:
     """Restore tuples and integer keys: JSON has lists and string keys only."""
-    values = {"max_tokens": 0, **told}
-    for name, value in told.items():
+    values = {"max_tokens": 0, **sent}
+    for name, value in sent.items():
         if name == "bad_words":
             values[name] = tuple(map(tuple, value))
         elif name == "logit_bias":
@@ -332,7 +332,7 @@ def _params(told: dict[str, Any]) -> SamplingParams:
 
 def encode_result(result: StepResult) -> Frame:
     """Encode a result. A token without log-probabilities costs its request's name and its id."""
-    told = {
+    body = {
         "tokens": {name: token.token_id for name, token in result.tokens.items()},
         "logprobs": {
             name: asdict(token.logprobs)
@@ -349,22 +349,22 @@ def encode_result(result: StepResult) -> Frame:
         "failed": result.failed,
         "pooled": {name: sums.tolist() for name, sums in result.pooled.items()},
     }
-    return Frame("result", told)
+    return Frame("result", body)
 
 
 def decode_result(frame: Frame) -> StepResult:
     body = frame.body
-    logprobs = {name: _logprobs(told) for name, told in body["logprobs"].items()}
+    logprobs = {name: _logprobs(entry) for name, entry in body["logprobs"].items()}
     tokens = {name: SampledToken(token, logprobs.get(name)) for name, token in body["tokens"].items()}
-    prompts = {name: [_logprobs(told) for told in entries] for name, entries in body["prompts"].items()}
-    pooled = {name: array("q", told) for name, told in body["pooled"].items()}
+    prompts = {name: [_logprobs(entry) for entry in entries] for name, entries in body["prompts"].items()}
+    pooled = {name: array("q", sums) for name, sums in body["pooled"].items()}
     accepted = {
-        name: [SampledToken(token, entry and _logprobs(entry)) for token, entry in told]
-        for name, told in body["accepted"].items()
+        name: [SampledToken(token, entry and _logprobs(entry)) for token, entry in entries]
+        for name, entries in body["accepted"].items()
     }
     return StepResult(tokens, prompts, body["failed"], pooled, accepted)
 
 
-def _logprobs(told: dict[str, Any]) -> TokenLogprobs:
-    top = [(token, logprob) for token, logprob in told["top"]]
-    return TokenLogprobs(token_id=told["token_id"], logprob=told["logprob"], rank=told["rank"], top=top)
+def _logprobs(entry: dict[str, Any]) -> TokenLogprobs:
+    top = [(token, logprob) for token, logprob in entry["top"]]
+    return TokenLogprobs(token_id=entry["token_id"], logprob=entry["logprob"], rank=entry["rank"], top=top)

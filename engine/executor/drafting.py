@@ -29,6 +29,7 @@ from ..model_config.parallel_layout import ParallelLayout
 from ..planning.memory_model import MOST_DRAFT_ROWS, PROMPT_LOGPROB_ROWS
 from ..planning.memory_plan import MemoryPlan
 from ..planning.runnable import why_no_drafts
+from ..runner.block_memory import ModelCaches
 from ..runner.cpu_runner import CPUModelRunner
 from ..runner.draft_head import HeadProposer, HeadRunner, SyncHeadExecutor
 from ..runner.draft_model import DraftModel, DraftSampler, SyncDraftExecutor
@@ -160,13 +161,13 @@ def load_draft_parts(target: DraftTarget) -> tuple[RunnerParts | None, str]:
     if target.plan.draft_method == "draft_model":
         model = _load_draft_weights(target)
         cache = target.cache_shape(model.config)
-        return RunnerParts(model, target.rotary(model.config), cache, None, None), ""
+        return RunnerParts(model, target.rotary(model.config), cache), ""
     loaded = _load_head(target)
     if loaded is None:
         return None, ""
     head, shape = loaded.model, _head_cache(target, loaded.model)
     rows, _ = draft_rows(target.config, target.plan, target.ops, overlaps=True)
-    parts = RunnerParts(head, target.rotary(head.config), shape, None, None, draft_rows=rows)
+    parts = RunnerParts(head, target.rotary(head.config), shape, draft_rows=rows)
     return replace(parts, method=loaded.method, taps=loaded.taps), loaded.name
 
 
@@ -192,7 +193,7 @@ def _load_draft_model(target: DraftTarget) -> DraftModel:
     runner = CPUModelRunner(
         model,
         target.rotary(model.config),
-        model.ops.make_kv_cache(target.cache_shape(model.config), device),
+        ModelCaches(model.ops, model.ops.make_kv_cache(target.cache_shape(model.config), device)),
         target.sampler(model.ops),
         block_size=plan.block_size,
         device=device,

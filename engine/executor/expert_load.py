@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from llmbox.kernels.op_types import Mixture
 
@@ -22,6 +22,9 @@ from ..model_config.moe import ExpertsConfig
 from ..model_config.parallel_layout import ExpertPlacement, ParallelLayout
 from ..planning.memory_plan import MemoryPlan
 from ..weights.packed_cache.cache import read_cache_variables
+
+if TYPE_CHECKING:
+    from .expert_moves import ExpertBalancer
 
 log = logging.getLogger("llmbox.engine")
 
@@ -44,16 +47,6 @@ class ExpertStats(TypedDict, total=False):
     expert_rank_imbalance: float
     expert_rank_imbalance_without_copies: float
     expert_moves: int
-
-
-class Balancer(Protocol):
-    """Mover of experts between ranks (`expert_moves.py`)."""
-
-    @property
-    def moved(self) -> int: ...
-    def advance(self) -> bool:
-        """Do a piece of work between two steps. False: there is nothing to do now."""
-        ...
 
 
 class LoadHistory:
@@ -143,7 +136,7 @@ class ExpertLoad:
         layout: ParallelLayout,
         clock: Callable[[], float] = time.monotonic,
         history: LoadHistory | None = None,
-        balancer: Balancer | None = None,
+        balancer: "ExpertBalancer | None" = None,
     ) -> None:
         """`mixtures`: of each layer with experts, of which some have counters. These are set to 0, as steps
         before the first request do not count. `history` gets the counts. `balancer`: of a model with copies.
@@ -224,18 +217,18 @@ def place_hot_experts(plan: MemoryPlan, experts: ExpertsConfig | None, directory
         if last and (not rows or placed_imbalance(last, loads, ranks) <= WORTH_IT * found):
             placement = last
         history.save(placement=placement)
-    told = f"{redundant} copies of hot experts in each layer: "
+    note = f"{redundant} copies of hot experts in each layer: "
     if any(map(any, loads)):
         alone = ParallelLayout(ranks, 1, expert_parallel=True).holders(count)
         before = placed_imbalance([alone] * layers, loads, ranks)
         after = placed_imbalance(placement, loads, ranks)
-        told += (
+        note += (
             f"placed by {sum(map(sum, loads)):,} rows counted before, of which the busiest rank would have "
             f"{after:.2f} of the mean, without copies {before:.2f}"
         )
     else:
-        told += "nothing was counted yet, so the first experts have them until the next load"
-    return replace(plan, expert_placement=placement, notes=(*plan.notes, told))
+        note += "nothing was counted yet, so the first experts have them until the next load"
+    return replace(plan, expert_placement=placement, notes=(*plan.notes, note))
 
 
 def place_experts(loads: Sequence[Sequence[int]], ranks: int, redundant: int) -> ExpertPlacement:

@@ -25,6 +25,7 @@ from ..model_config.parallel_layout import ParallelLayout
 from ..planning.memory_plan import MemoryPlan
 from ..planning.placement import are_nvlink_peers
 from ..runner.cpu_runner import CPUModelRunner
+from ..runner.cuda_graphs import GraphSize
 from ..runner.gpu_runner import GPUModelRunner
 from ..runner.image_rows import EncodedImages
 from ..runner.prompt_results import LaunchedStep
@@ -129,8 +130,8 @@ class AsyncMultiprocExecutor(MultiprocExecutor):
                 self._capture(size)
         return size is not None
 
-    def _capture(self, size: int) -> None:
-        self._workers.send(Frame("capture", {"size": size}))
+    def _capture(self, size: GraphSize) -> None:
+        self._workers.send(Frame("capture", size._asdict()))
         self._local.capture(size)
 
 

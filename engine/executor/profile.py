@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -24,7 +23,8 @@ from ..model.rotary import Rotary
 from ..model_config.vision.config import IMAGE_ROWS
 from ..planning.memory_model import CUDA_CONTEXT, capture_sizes, graphs_reserve
 from ..planning.memory_plan import MemoryPlan
-from ..runner.cuda_graphs import CudaCapture, GraphCapture
+from ..runner.block_memory import ModelCaches
+from ..runner.cuda_graphs import CudaCapture
 from ..runner.draft_head import DeviceHeadRunner
 from ..runner.draft_model import DraftModel
 from ..runner.gpu_inputs import DeviceSizes
@@ -35,25 +35,9 @@ from .warmup import num_warmup_blocks, run_warmup, trial_image
 log = logging.getLogger("llmbox.engine")
 
 
-class MemoryMeter(Protocol):
+class CudaMeter:
     """Memory of one GPU, in bytes."""
 
-    def allocated(self) -> int:
-        """Return the bytes of tensors."""
-        ...
-
-    def peak(self) -> int:
-        """Return the maximum of `allocated` since `reset_peak`."""
-        ...
-
-    def reset_peak(self) -> None: ...
-
-    def runtime(self) -> int:
-        """Return what this process took beside tensors: CUDA context, kernels, memory of libraries."""
-        ...
-
-
-class CudaMeter:
     def __init__(self, device: torch.device, free_before: int) -> None:
         """`free_before`: result of `select_gpu`. What other processes take meanwhile counts as this
         process's: better too little KV memory than too much.
@@ -62,9 +46,11 @@ class CudaMeter:
         self._free_before = free_before
 
     def allocated(self) -> int:
+        """Return the bytes of tensors."""
         return torch.cuda.memory_allocated(self._device)
 
     def peak(self) -> int:
+        """Return the maximum of `allocated` since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
@@ -72,6 +58,7 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def runtime(self) -> int:
+        """Return what this process took beside tensors: CUDA context, kernels, memory of libraries."""
         taken = self._free_before - torch.cuda.mem_get_info(self._device)[0]
         return max(0, taken - torch.cuda.memory_reserved(self._device))
 
@@ -114,9 +101,9 @@ class RunnerParts:
     rotary: Rotary
     kv_shape: KVShape | None
     """`num_blocks` as estimated; None for a head without keys."""
-    window_shape: KVShape | None
+    window_shape: KVShape | None = None
     """Shape of the sliding-window layers, if they have a cache of their own."""
-    state_shape: StateShape | None
+    state_shape: StateShape | None = None
     """For a model with recurrent layers."""
     images: EncodedImages | None = None
     """For a model with a vision tower."""
@@ -160,7 +147,7 @@ def build(
     parts: RunnerParts,
     plan: MemoryPlan,
     device: Device,
-    make_capture: Callable[[], GraphCapture] | None,
+    make_capture: Callable[[], CudaCapture] | None,
     graphs_bytes: int,
     vocab_size: int = 0,
 ) -> GPUModelRunner:
@@ -178,18 +165,12 @@ def build(
     sizes = DeviceSizes(*counts, plan.window_blocks, parts.draft_rows, vocab_size)
     capture = None if make_capture is None else make_capture()
     if isinstance(parts.model, DraftHead):
-        return DeviceHeadRunner(parts.model, parts.rotary, cache, device, sizes, capture, graphs_bytes)
+        caches = ModelCaches(ops, cache)
+        return DeviceHeadRunner(parts.model, parts.rotary, caches, device, sizes, capture, graphs_bytes)
+    states = None if parts.state_shape is None else make_state(parts.state_shape, where)
+    caches = ModelCaches(ops, cache, window_cache, states, has_window_blocks=sizes.window_blocks > 0)
     runner = GPUModelRunner(
-        parts.model,
-        parts.rotary,
-        cache,
-        device,
-        sizes,
-        capture,
-        graphs_bytes,
-        window_cache=window_cache,
-        states=None if parts.state_shape is None else make_state(parts.state_shape, where),
-        images=parts.images,
+        parts.model, parts.rotary, caches, device, sizes, capture, graphs_bytes, images=parts.images
     )
     if parts.draft is not None:
         whole = replace(plan, window=0, window_blocks=0)
@@ -205,7 +186,7 @@ def build(
 def profile_kv_blocks(
     config: EngineConfig,
     plan: MemoryPlan,
-    meter: MemoryMeter,
+    meter: CudaMeter,
     graphs: int,
     make: Callable[[MemoryPlan], GPUModelRunner],
     row_counts: Sequence[int] = (),
@@ -261,7 +242,7 @@ def profile_kv_blocks(
     return replace(plan, num_blocks=blocks, workspace_bytes=measured.total - weights - measured.states)
 
 
-def measure_images(runner: GPUModelRunner, plan: MemoryPlan, meter: MemoryMeter) -> int:
+def measure_images(runner: GPUModelRunner, plan: MemoryPlan, meter: CudaMeter) -> int:
     """Return the bytes that it takes to encode the largest image that memory is planned for, and to keep
     embeddings. A small one is encoded too, so that its kernels are compiled.
     """

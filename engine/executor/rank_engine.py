@@ -33,6 +33,7 @@ from ..model_config.config import ModelConfig, parse_config
 from ..model_config.parallel_layout import ParallelLayout
 from ..planning.memory_plan import MemoryPlan
 from ..planning.runnable import RunnablePlan, check_drafts, not_deterministic, require_runnable
+from ..runner.block_memory import ModelCaches
 from ..runner.cpu_runner import CPUModelRunner
 from ..runner.encoder_runner import EncoderRunner
 from ..runner.gpu_runner import GPUModelRunner
@@ -184,17 +185,20 @@ def _make_encoder_runner(
 def _make_cpu_runner(target: DraftTarget, parts: RunnerParts, rank: TensorParallel) -> CPUModelRunner:
     config, plan, ops, device = target.config, target.plan, target.ops, target.device
     assert parts.kv_shape is not None
-    sampler = Sampler(target.model.config.vocab_size, device, ops, rank)
+    caches = ModelCaches(
+        ops,
+        ops.make_kv_cache(parts.kv_shape, device),
+        None if parts.window_shape is None else ops.make_kv_cache(parts.window_shape, device),
+        None if parts.state_shape is None else make_state(parts.state_shape, device),
+        has_window_blocks=plan.window > 0,
+    )
     runner = CPUModelRunner(
         target.model,
         parts.rotary,
-        ops.make_kv_cache(parts.kv_shape, device),
-        sampler,
+        caches,
+        Sampler(target.model.config.vocab_size, device, ops, rank),
         block_size=plan.block_size,
         device=device,
-        window_cache=None if parts.window_shape is None else ops.make_kv_cache(parts.window_shape, device),
-        has_window_blocks=plan.window > 0,
-        states=None if parts.state_shape is None else make_state(parts.state_shape, device),
         images=parts.images,
         lora_bytes=config.lora_bytes,
     )
@@ -217,7 +221,7 @@ def take_cores(threads: int, layout: ParallelLayout, device: torch.device) -> in
         return threads
     cores = pick_cores(threads)
     mine = cores_of_rank(cores, layout)
-    if len(mine) < len(cores) and hasattr(os, "sched_setaffinity"):
+    if len(mine) < len(cores):
         os.sched_setaffinity(0, mine)
     return max(1, threads // layout.ranks)
 

@@ -118,7 +118,7 @@ def torch_has_cuda() -> bool:
 
 
 def read_cpu() -> Cpu:
-    usable = _usable_cpus()
+    usable = os.sched_getaffinity(0)
     cores = len({_core_of(cpu) for cpu in usable})
     quota = cpu_quota()
     if quota is not None:
@@ -136,12 +136,6 @@ def read_memory() -> Memory:
     if left is None or left >= host.available:
         return Memory(total, host.available, limited_by_cgroup=False)
     return Memory(total, left, limited_by_cgroup=True)
-
-
-def _usable_cpus() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 def _core_of(cpu: int) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """Client of one engine process in the daemon: send and receive messages, detect its exit, kill it.
 
-All callbacks run on the event loop that called `EngineClient.start`. Messages arrive in order, and all of
+All callbacks run on the event loop that called `EngineClient.adopt`. Messages arrive in order, and all of
 them before `wait` returns, including those that the engine sent just before it died.
 """
 
@@ -16,7 +16,7 @@ from typing import Final
 from ..config import EngineConfig
 from .channel import FrameReader, TransportError, encode
 from .messages import LoadFailed, Shutdown, Start, ToDaemon, ToEngine
-from .spawn import ForkedProcess, Launch, SpawnedProcess, kill_group, spawn
+from .spawn import ForkedProcess, SpawnedProcess, kill_group
 
 _KEPT_LINES: Final = 20
 _LONGEST_LINE: Final = 8192
@@ -48,7 +48,7 @@ class EngineExit:
 
 
 class EngineClient:
-    """Connection to one engine process, from its start to its exit."""
+    """Connection to one engine process, from its adoption to its exit."""
 
     def __init__(self, on_message: Callable[[ToDaemon], None], on_log: Callable[[str], None]) -> None:
         self.on_message = on_message
@@ -70,10 +70,6 @@ class EngineClient:
     @property
     def alive(self) -> bool:
         return self._process is not None and self._exit is not None and not self._exit.done()
-
-    async def start(self, launch: Launch, config: EngineConfig) -> None:
-        """Spawn the process and send `Start`. Raises OSError if it cannot be spawned."""
-        await self.adopt(spawn(launch), config)
 
     async def adopt(self, spawned: SpawnedProcess, config: EngineConfig) -> None:
         """Take over a spawned process and send `Start`. If it has exited already, `wait` returns its exit."""

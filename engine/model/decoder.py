@@ -116,7 +116,7 @@ class Decoder:
         self.ops = ops = source.ops if adapters is None else adapters.ops
         self.rank = source.rank
         layout = source.rank.layout
-        weights = Weights(source, names=config.names, mixed_layers=mixed_layers, listener=adapters)
+        weights = Weights(source, names=config.names, mixed_layers=mixed_layers, adapters=adapters)
         self.is_first = layout.is_first
         self.is_last = layout.is_last
         self._skip_what_others_have(weights)

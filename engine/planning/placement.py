@@ -97,8 +97,9 @@ def _all_placements(
                     yield Placement(tp, size // tp, gpus, f"{text}, on GPUs {_format_gpus(gpus)}")
         if can_split(shape, 1, size, quant):
             for gpus in _sets(range(num_gpus), size):
-                text = f"cut into {size} stages, on GPUs {_format_gpus(gpus)}"
-                yield Placement(1, size, gpus, f"{text}: {_why_stages(nvlink)}")
+                why = "NVLink does not join enough of them" if nvlink else "they are joined by PCIe"
+                text = f"cut into {size} stages, on GPUs {_format_gpus(gpus)}: {why}"
+                yield Placement(1, size, gpus, text)
 
 
 def asks_for_experts(config: EngineConfig) -> bool:
@@ -193,10 +194,6 @@ def _stages_of_peers(nvlink: tuple[frozenset[int], ...], tp: int, pp: int) -> li
     return [tuple(gpu for stage in run for gpu in stages[stage]) for run in places]
 
 
-def _why_stages(nvlink: tuple[frozenset[int], ...]) -> str:
-    return "NVLink does not join enough of them" if nvlink else "they are joined by PCIe"
-
-
 def _format_gpus(gpus: tuple[int, ...]) -> str:
     return " and ".join(filter(None, [", ".join(map(str, gpus[:-1])), str(gpus[-1])]))
 
@@ -276,7 +273,7 @@ def add_host_experts(
             f"experts in main memory need {show_bytes(need, up=True)} as {form} and have {show_bytes(have)}, "
             f"{HOST_MOST:.0%} of what is free: {remedy}"
         )
-    told = (
+    note = (
         f"experts are in main memory, where the CPU computes them: {show_bytes(part.nbytes)} as "
         f"{_show_format(part.quant, plan.dtype)}; all else is on the GPU, and CUDA graphs are off"
     )
@@ -284,7 +281,7 @@ def add_host_experts(
         plan,
         expert_bytes=part.nbytes + workspace,
         expert_quant=part.quant,
-        notes=(*plan.notes, told),
+        notes=(*plan.notes, note),
     )
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from setproctitle import setproctitle
 
@@ -38,10 +38,8 @@ from ..ipc.messages import (
     AbortRequest,
     AddRequest,
     AskBlocks,
-    EngineStats,
     KeepImages,
     LoadFailed,
-    ModelInfo,
     Ping,
     Pong,
     Ready,
@@ -53,11 +51,13 @@ from ..ipc.messages import (
     ToEngine,
     Vocabulary,
 )
-from ..ipc.profile_messages import AskProfile, AskRows, BlockMap, WeightRows
-from ..ipc.sequence_times import SequenceTimes
+from ..ipc.profile_messages import AskProfile, AskRows, WeightRows
 from ..ipc.spawn import PID_BYTES
 from ..light_torch import import_torch_or_restart
 from .step_profile import StepProfiler
+
+if TYPE_CHECKING:
+    from ..core.engine import Engine
 
 EXIT_OK: Final = 0
 EXIT_LOAD_FAILED: Final = 3
@@ -66,27 +66,7 @@ EXIT_CRASHED: Final = 70  # EX_SOFTWARE
 log = logging.getLogger("llmbox.engine")
 
 
-class EngineProtocol(Protocol):
-    """Engine that this process drives: `core.engine.Engine`, or a fake one in tests."""
-
-    @property
-    def info(self) -> ModelInfo: ...
-    @property
-    def has_work(self) -> bool: ...
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None: ...
-    def add(self, message: AddRequest) -> RequestOutput | None: ...
-    def abort(self, request_id: str) -> RequestOutput | None: ...
-    def step(self) -> StepOutputs: ...
-    def prepare(self) -> bool: ...
-    def close(self) -> None: ...
-    def take_times(self) -> dict[str, SequenceTimes]: ...
-    def stats(self) -> EngineStats: ...
-    def blocks(self) -> BlockMap: ...
-    def prefill(self, message: Prefill) -> RequestOutput | None: ...
-    def free_slots(self, slots: list[int]) -> None: ...
-
-
-Load = Callable[[EngineConfig, Callable[[ToDaemon], None]], EngineProtocol]
+Load = Callable[[EngineConfig, Callable[[ToDaemon], None]], "Engine"]
 
 
 def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
@@ -170,13 +150,13 @@ def prepare_forks() -> bool:
     return True
 
 
-def serve(engine: EngineProtocol, channel: Channel) -> None:
+def serve(engine: "Engine", channel: Channel) -> None:
     """Run the engine loop (receive messages, step, send outputs) until `Shutdown` or EOF.
 
     Blocks in the kernel whenever there is nothing to do.
     """
     preparing = True
-    told = (0, 0, 0)
+    reported = (0, 0, 0)
     pixels: dict[bytes, bytes] = {}
     profiler: StepProfiler | None = None
     while True:
@@ -202,15 +182,15 @@ def serve(engine: EngineProtocol, channel: Channel) -> None:
             step = engine.step()
             preparing = True
             news = (step.stats.steps, step.stats.running, step.stats.waiting)
-            if outputs or step.outputs or step.times or news != told:  # else it waited for a disk
+            if outputs or step.outputs or step.times or news != reported:  # else it waited for a disk
                 channel.send(StepOutputs(outputs=outputs + step.outputs, stats=step.stats, times=step.times))
-                told = news
+                reported = news
         elif outputs:
             channel.send(StepOutputs(outputs=outputs, stats=engine.stats(), times=engine.take_times()))
 
 
 def _handle(
-    engine: EngineProtocol, channel: Channel, message: ToEngine, pixels: dict[bytes, bytes]
+    engine: "Engine", channel: Channel, message: ToEngine, pixels: dict[bytes, bytes]
 ) -> RequestOutput | None:
     """Handle one message. `pixels`: those of `KeepImages`, by hash."""
     match message:

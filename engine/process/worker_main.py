@@ -37,6 +37,7 @@ from ..executor.workers import all_min_on_worker
 from ..hardware.proc import bind_to_parent, exit_process, log_to_stderr
 from ..planning.estimator import MemoryPlan
 from ..runner.cpu_runner import CPUModelRunner
+from ..runner.cuda_graphs import GraphSize
 from ..runner.gpu_runner import GPUModelRunner
 
 
@@ -80,7 +81,7 @@ def serve_launches(link: Link, runner: GPUModelRunner, *, answers: bool) -> None
                 case "step":
                     follow.add(runner.launch_sized(decoder.decode(frame), decode_graph(frame)))
                 case "capture":
-                    runner.capture(frame.body["size"])
+                    runner.capture(GraphSize(**frame.body))
                 case other:
                     raise AssertionError(other)
     except RankLost:

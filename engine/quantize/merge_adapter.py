@@ -271,8 +271,8 @@ def main() -> int:
     def work(report: ReportProgress) -> Any:
         if options.out is None:
             return check_adapter(options.base, options.adapter)
-        told = lambda done, total: report({"progress": [done, total]})  # noqa: E731 - as other jobs
-        return merge(options.base, options.adapter, options.out, told)
+        progress = lambda done, total: report({"progress": [done, total]})  # noqa: E731 - as other jobs
+        return merge(options.base, options.adapter, options.out, progress)
 
     return run_job(work)
 

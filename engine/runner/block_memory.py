@@ -1,17 +1,22 @@
-"""Bytes of KV blocks and recurrent states, between the device and host memory (`core/kv_cache/tiers.py`)."""
+"""KV caches and recurrent state of a runner, and their bytes between the device and host memory
+(`core/kv_cache/tiers.py`).
+"""
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from llmbox.kernels.op_types import BatchLayout
 from llmbox.kernels.ops import KVCache, Ops
-from llmbox.kernels.recurrent import RecurrentState
+from llmbox.kernels.recurrent import RecurrentState, copy_states
 
 from ..checkpoint.tensor_io import bytes_of
+from ..core.step import StepPlan
 from ..device.device import Device, DeviceEvent
 from ..kv_store.block_file import BlockKind, Checksums, zlib_checksums
+from ..model.forward_context import ForwardContext
 
 _move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
@@ -100,22 +105,69 @@ class DeviceBlockMemory:
             begin += size
 
 
-def block_memory(
-    ops: Ops,
-    caches: Sequence[KVCache],
-    window_cache: KVCache | None,
-    states: RecurrentState | None,
-    device: Device,
-) -> DeviceBlockMemory:
-    """Return access to the memory of a runner. `window_cache`: with blocks of its own."""
-    tensors: dict[BlockKind, list[Tensor]] = {
-        "kv": [each for cache in caches for each in ops.block_tensors(cache)]
-    }
-    if window_cache is not None:
-        tensors["window"] = ops.block_tensors(window_cache)
-    if states is not None:
-        tensors["state"] = list(states.tensors)
-    return DeviceBlockMemory(tensors, device, ops.checksums or zlib_checksums)
+class ModelCaches:
+    """KV caches and recurrent state of one runner."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        kv: KVCache,
+        window: KVCache | None = None,
+        states: RecurrentState | None = None,
+        *,
+        has_window_blocks: bool = False,
+    ) -> None:
+        """`kv`: None for a draft head without keys. `window`: cache of sliding-window layers, if they have
+        blocks of their own (`has_window_blocks`) or heads of another width. `states`: of a model with
+        recurrent layers.
+        """
+        self.kv, self.window, self.states = kv, window, states
+        self.has_window_blocks = has_window_blocks
+        self._ops = ops
+        self.full: list[KVCache] = [] if kv is None else [kv]
+        """Caches whose blocks are those of `Request.block_table`, also of a draft head that follows."""
+        if window is not None and not has_window_blocks:
+            self.full.append(window)
+
+    def add(self, cache: KVCache) -> None:
+        """Copy and clear blocks in the cache of a draft head too."""
+        self.full.append(cache)
+
+    def copy(self, plan: StepPlan) -> None:
+        """Make the copies of a step, before anything is written."""
+        for cache in self.full:
+            self._ops.copy_blocks(cache, plan.copies)
+        if self.states is not None:
+            copy_states(self.states, plan.state_copies)
+
+    def clear(self, blocks: list[int], window_blocks: Callable[[], list[int]]) -> None:
+        """Clear the blocks that a step begins. `window_blocks`: called for those of sliding-window layers."""
+        if self.has_window_blocks:
+            self._ops.clear_blocks(self.window, window_blocks())
+        for cache in self.full if blocks else ():
+            self._ops.clear_blocks(cache, blocks)
+
+    def inputs(
+        self, ids_T: Tensor, rope: tuple[Tensor, Tensor], layout: BatchLayout, windows: Iterable[int | None]
+    ) -> ForwardContext:
+        """Return the inputs of a forward pass. `rope`: rows of cos and sin. `windows`: of the layers."""
+        sliding = self.kv if self.window is None else self.window
+        plans = {
+            window: self._ops.plan_attention(layout, self.kv if window is None else sliding, window)
+            for window in windows
+        }
+        return ForwardContext(ids_T, *rope, self.kv, plans, self.window, layout, self.states)
+
+    def memory(self, device: Device) -> DeviceBlockMemory:
+        """Return access to the bytes of KV blocks and recurrent states."""
+        tensors: dict[BlockKind, list[Tensor]] = {
+            "kv": [each for cache in self.full for each in self._ops.block_tensors(cache)]
+        }
+        if self.has_window_blocks:
+            tensors["window"] = self._ops.block_tensors(self.window)
+        if self.states is not None:
+            tensors["state"] = list(self.states.tensors)
+        return DeviceBlockMemory(tensors, device, self._ops.checksums or zlib_checksums)
 
 
 def _block_bytes(tensor: Tensor) -> int:

@@ -7,13 +7,12 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from llmbox.kernels.ops import KVCache
-from llmbox.kernels.recurrent import RecurrentState, copy_states
 
 from ..core.step import ImagePiece, ScheduledRequest, StepPlan, StepResult
 from ..device.device import HostDevice
@@ -25,8 +24,7 @@ from ..planning.memory_model import PROMPT_LOGPROB_ROWS
 from ..sampling import Sampler
 from ..sampling.sampler import is_plain, take_best
 from ..weights.loaded_adapters import LoadedAdapters
-from .block_memory import DeviceBlockMemory, block_memory
-from .draft_model import Follower
+from .block_memory import DeviceBlockMemory, ModelCaches
 from .draft_verification import requests_with_nan, result_of, verify_drafts
 from .image_rows import EncodedImages
 from .input_batch import (
@@ -41,6 +39,9 @@ from .input_batch import (
     slots_of_requests,
 )
 from .prompt_results import read_sums, sum_states
+
+if TYPE_CHECKING:
+    from .draft_head import HeadProposer
 
 POPULATED_AHEAD: Final = 128 << 20
 """Bytes of KV memory that are made ready while nothing runs: about a thousand tokens of a small model."""
@@ -57,43 +58,31 @@ class CPUModelRunner:
         self,
         model: Decoder,
         rotary: Rotary,
-        cache: KVCache,
+        caches: ModelCaches,
         sampler: Sampler,
         *,
         block_size: int,
         device: torch.device,
-        window_cache: KVCache | None = None,
-        has_window_blocks: bool = False,
-        states: RecurrentState | None = None,
         images: EncodedImages | None = None,
         lora_bytes: int = 0,
     ) -> None:
-        """`window_cache`: KV cache of sliding-window layers, if they have blocks of their own
-        (`has_window_blocks`) or heads of another width. `states`: recurrent state, for a model with recurrent
-        layers. `images`: embeddings of images, for one with a vision tower. `lora_bytes`: most bytes of
+        """`images`: embeddings of images, for a model with a vision tower. `lora_bytes`: most bytes of
         adapters.
         """
         self._model = model
         self._ops = model.ops
         self._rotary = rotary
-        self._cache = cache
-        self._window_cache = window_cache
-        self._states = states
+        self.caches = caches
         self.images = images
-        self._has_window_blocks = has_window_blocks
-        self._caches = [cache]
-        """Caches whose blocks are those of `Request.block_table`."""
-        if window_cache is not None and not has_window_blocks:
-            self._caches.append(window_cache)
-        if has_window_blocks:  # blocks behind a window are 0, and are read
-            self._ops.clear_blocks(window_cache, [0])
+        if caches.has_window_blocks:  # blocks behind a window are 0, and are read
+            self._ops.clear_blocks(caches.window, [0])
         self._sampler = sampler
         self._block_size = block_size
         self._device = device
         self._windows = set(model.config.windows)
         self.adapters = LoadedAdapters(model.adapters, model.dtype, model.rank, lora_bytes)
         self._decoding: DecodingInputs | None = None
-        self._follower: Follower | None = None
+        self._follower: HeadProposer | None = None
         self._taps = False
         self._begun_blocks = self._populated_blocks = 0
         """Numbers below which blocks have been used, and have their pages."""
@@ -101,7 +90,7 @@ class CPUModelRunner:
         self._idle = threading.Event()
         """Not set while a step runs: no blocks get pages beside it."""
 
-    def attach(self, proposer: Follower, cache: KVCache, taps: Sequence[int] = ()) -> None:
+    def attach(self, proposer: "HeadProposer", cache: KVCache, taps: Sequence[int] = ()) -> None:
         """Show the hidden states of each later step to a draft head. `cache`: the head's KV cache, if it has
         one. `taps`: layers whose inputs it reads in place of the last hidden states.
         """
@@ -109,7 +98,7 @@ class CPUModelRunner:
         if taps:
             self._model.tap(taps)
         if cache is not None:
-            self._caches.append(cache)
+            self.caches.add(cache)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -117,18 +106,11 @@ class CPUModelRunner:
         self._idle.clear()
         if plan.adapter_loads:
             self.adapters.load(plan.adapter_loads)
-        for cache in self._caches:
-            self._ops.copy_blocks(cache, plan.copies)
-        if self._states is not None:
-            copy_states(self._states, plan.state_copies)
-        rows = sorted(plan.rows, key=_decoding_first)
+        self.caches.copy(plan)
+        rows = sorted(plan.rows, key=lambda row: (row.num_tokens > 1, row.end))
         batch = self._build_batch(rows)
-        if self._has_window_blocks:
-            self._ops.clear_blocks(self._window_cache, begun_blocks(rows, self._block_size, sliding_table))
-        if batch.fresh_blocks:
-            self._begun_blocks = max(self._begun_blocks, *batch.fresh_blocks, 0)
-            for cache in self._caches:
-                self._ops.clear_blocks(cache, batch.fresh_blocks)
+        self._begun_blocks = max(self._begun_blocks, *batch.fresh_blocks, 0)
+        self.caches.clear(batch.fresh_blocks, lambda: begun_blocks(rows, self._block_size, sliding_table))
         images = self.images
         if images is not None and not any(row.request.images for row in rows):
             images = None
@@ -144,14 +126,15 @@ class CPUModelRunner:
         return self._finish(self._model.hidden(forward, batch.wanted_R), batch, rows)
 
     def _build_batch(self, rows: list[ScheduledRequest]) -> StepBatch:
-        has_more = self._has_window_blocks or self._states is not None or bool(self.adapters)
+        caches = self.caches
+        has_more = caches.has_window_blocks or caches.states is not None or bool(self.adapters)
         if has_more or self._follower is not None or not all(map(decodes, rows)):
             return build_batch(
                 rows,
                 self._block_size,
                 self._device,
-                with_windows=self._has_window_blocks,
-                with_states=self._states is not None,
+                with_windows=caches.has_window_blocks,
+                with_states=caches.states is not None,
                 adapters=self._model.adapters if self.adapters else None,
             )
         shape = len(rows), -(-max(row.end for row in rows) // self._block_size)
@@ -185,7 +168,7 @@ class CPUModelRunner:
         forward: ForwardContext,
         batch: StepBatch,
         rows: list[ScheduledRequest],
-        follower: Follower,
+        follower: "HeadProposer",
     ) -> StepResult:
         """Run the rest of `execute` and show the hidden states of all rows to the draft head."""
         hidden_TE = self._model.hidden(forward, None)
@@ -217,7 +200,7 @@ class CPUModelRunner:
         if self._ops.populate_blocks is not None and (
             self._populating is None or not self._populating.is_alive()
         ):
-            layers, count = (blocks := self._ops.block_tensors(self._cache)[0]).shape[:2]
+            layers, count = (blocks := self._ops.block_tensors(self.caches.kv)[0]).shape[:2]
             layer_bytes = max(1, blocks.nbytes // count // layers)
             end = min(count, self._begun_blocks + 1 + POPULATED_AHEAD // (layers * layer_bytes))
             if max(self._populated_blocks, self._begun_blocks) < end:
@@ -245,13 +228,13 @@ class CPUModelRunner:
     def _layers_of(self, blocks: range) -> list[tuple[KVCache, int, range]]:
         return [
             (cache, layer, blocks)
-            for cache in self._caches
+            for cache in self.caches.full
             for layer in range(self._ops.block_tensors(cache)[0].shape[0])
         ]
 
     def populate(self) -> None:
         """Populate the pages of all KV blocks now, before any step has to wait for them."""
-        populate, count = self._ops.populate_blocks, self._ops.block_tensors(self._cache)[0].shape[1]
+        populate, count = self._ops.populate_blocks, self._ops.block_tensors(self.caches.kv)[0].shape[1]
         if populate is not None and all(populate(*each) for each in self._layers_of(range(count))):
             self._populated_blocks = count
 
@@ -261,26 +244,11 @@ class CPUModelRunner:
 
     def block_memory(self) -> DeviceBlockMemory:
         """Return access to the bytes of its KV blocks and recurrent states."""
-        window_cache = self._window_cache if self._has_window_blocks else None
-        return block_memory(self._ops, self._caches, window_cache, self._states, HostDevice())
+        return self.caches.memory(HostDevice())
 
     def _forward(self, batch: StepBatch, rows: Sequence[ScheduledRequest]) -> ForwardContext:
-        cos_ATD, sin_ATD = rope_rows(self._rotary, rows, batch.ragged.positions_T)
-        sliding = self._window_cache or self._cache
-        plans = {
-            window: self._ops.plan_attention(batch.ragged, self._cache if window is None else sliding, window)
-            for window in self._windows
-        }
-        return ForwardContext(
-            batch.ids_T,
-            cos_ATD,
-            sin_ATD,
-            self._cache,
-            plans,
-            self._window_cache,
-            batch.ragged,
-            self._states,
-        )
+        rope = rope_rows(self._rotary, rows, batch.ragged.positions_T)
+        return self.caches.inputs(batch.ids_T, rope, batch.ragged, self._windows)
 
     def _with_images(
         self,
@@ -327,7 +295,3 @@ def prompt_logprobs(
             entries += sampler.prompt_logprobs(logits_RV, ids, prompt.top)
             row += len(ids)
     return result
-
-
-def _decoding_first(row: ScheduledRequest) -> tuple[bool, int]:
-    return row.num_tokens > 1, row.end

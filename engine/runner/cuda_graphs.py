@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -18,13 +18,12 @@ NEAR: Final = 2
 """Largest ratio of graph size to rows: padding is cheap, as decoding mostly reads weights."""
 
 
-class GraphCapture(Protocol):
-    bytes_taken: int
-    """Device memory of all graphs so far."""
+class GraphSize(NamedTuple):
+    """Graph of a decoding step."""
 
-    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Run `body` once to warm up, then capture it; return its replay, which reuses inputs and outputs."""
-        ...
+    rows: int
+    is_adapted: bool
+    """True for steps in which rows have an adapter."""
 
 
 class DecodeGraphs:
@@ -35,7 +34,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        capture: GraphCapture,
+        capture: "CudaCapture",
         body: Callable[[int], None],
         most: int,
         budget_bytes: int,
@@ -128,7 +127,7 @@ class DecodeGraphs:
 
 
 class CudaCapture:
-    """`GraphCapture` by CUDA. All graphs share one memory pool, as only one of them runs at a time.
+    """Capture of CUDA graphs. All graphs share one memory pool, as only one of them runs at a time.
 
     Captures and warm-ups share one stream: cuBLAS keeps a workspace for each stream that it was ever used on,
     32 MiB on Hopper.
@@ -140,8 +139,10 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.bytes_taken = 0
+        """Device memory of all graphs so far."""
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Run `body` once to warm up, then capture it; return its replay, which reuses inputs and outputs."""
         # A capture releases the allocator's cached blocks: release them now, or they hide what the graph
         # takes.
         torch.cuda.empty_cache()

@@ -32,7 +32,8 @@ from ..device.device import Device, to_device
 from ..model.draft_heads import DraftHead, MedusaHeads
 from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
-from .cuda_graphs import GraphCapture
+from .block_memory import ModelCaches
+from .cuda_graphs import CudaCapture
 from .draft_model import DraftExecutor, DraftSampler, ModelProposer, SyncDraftExecutor
 from .gpu_inputs import DeviceSizes
 from .gpu_runner import GPUModelRunner
@@ -277,16 +278,16 @@ class DeviceHeadRunner(GPUModelRunner):
         self,
         head: DraftHead,
         rotary: Rotary,
-        cache: KVCache,
+        caches: ModelCaches,
         device: Device,
         sizes: DeviceSizes,
-        capture: GraphCapture | None = None,
+        capture: CudaCapture | None = None,
         graphs_bytes: int = 0,
     ) -> None:
         """`capture`: as of `GPUModelRunner`. Medusa heads have no graph: each pass is another head's."""
         if not head.has_keys:
             capture = None
-        super().__init__(head, rotary, cache, device, sizes, capture, graphs_bytes)
+        super().__init__(head, rotary, caches, device, sizes, capture, graphs_bytes)
         self.head, self._states_of = head, HiddenStates(head)
         if not head.has_keys:
             self._windows = set()
@@ -306,7 +307,7 @@ class DeviceHeadRunner(GPUModelRunner):
         """Create the proposer of this head and attach it to the steps of its target."""
         proposer = HeadProposer(method, self.head, self, self._sizes.block_size)
         target.proposers.append(proposer)
-        target.attach(proposer, self._cache, taps)
+        target.attach(proposer, self.caches.kv, taps)
 
     def _is_decoding(self, plan: StepPlan) -> bool:
         return plan.num_tokens <= self._sizes.rows
@@ -315,7 +316,7 @@ class DeviceHeadRunner(GPUModelRunner):
         """Clear the blocks that a pass begins; the target's steps copy them with its own."""
         if self.head.has_keys:
             slots = [_slots_of(row) for row in plan.rows]
-            self._ops.clear_blocks(self._cache, begun_blocks(slots, self._sizes.block_size))
+            self._ops.clear_blocks(self.caches.kv, begun_blocks(slots, self._sizes.block_size))
 
     def _launch_decoding(self, plan: StepPlan, numbers: Sequence[int], size: int) -> LaunchedStep:
         count = plan.num_tokens

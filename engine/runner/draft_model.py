@@ -30,7 +30,7 @@ from torch import Tensor
 from ..config import DRAFT_MODEL_ROWS
 from ..core.request import Request
 from ..core.speculation.proposer import DraftMethod, Proposals
-from ..core.step import Executor, SampledToken, ScheduledRequest, StepPlan, StepResult, SyncExecutor
+from ..core.step import Executor, SampledToken, ScheduledRequest, StepPlan, SyncExecutor
 from ..sampling import Sampler
 from ..sampling.logits_processors import pad_vocabulary
 from .draft_verification import drafting
@@ -54,16 +54,6 @@ class DraftExecutor(Executor, Protocol):
 
     def take_back(self, requests: Sequence[Request]) -> None:
         """Undo the sampling of tokens for these requests: they were drafts."""
-        ...
-
-
-class Follower(Protocol):
-    """Proposer that is shown the hidden states of each step of the target."""
-
-    def observe(self, rows: Sequence[ScheduledRequest], features_TF: Tensor, result: StepResult) -> None:
-        """Take the features of a step's rows, in their order, before `result` is applied to the requests.
-        They are not written to any more.
-        """
         ...
 
 

@@ -78,81 +78,6 @@ class MixedStep:
     """True for sequences with LongRoPE's long factors: one answer for all rows, or one for each [T]."""
 
 
-def decode_inputs(
-    ops: Ops,
-    rows: DeviceRequestState,
-    row_N: Tensor,
-    length_N: Tensor,
-    contexts: Sequence[int],
-    block_size: int,
-    save_N: Tensor | None = None,
-    adapters: LoraTiles | None = None,
-    draft_N: Tensor | None = None,
-) -> tuple[Tensor, BatchLayout]:
-    """Return (ids_N, layout) of a decoding step, from device tensors alone. Length 0: a padding row.
-
-    `save_N`: slot to save each sequence's recurrent state to, -1 for none; for models that have some.
-    `adapters`: of its rows. `draft_N`: draft token of each row, -1 for none; where steps may have some.
-    """
-    count = len(row_N)
-    ids_N = rows.last_R.index_select(0, row_N)
-    if draft_N is not None:
-        ids_N = torch.where(draft_N < 0, ids_N, draft_N)
-    tables_NB = rows.tables.blocks_RB.index_select(0, row_N)
-    length_N = length_N.to(torch.int32)
-    inputs = prepare(ops, DecodeRows(ids_N, length_N, tables_NB), block_size)
-    window = None
-    if rows.window_tables is not None:
-        own_NB = rows.window_tables.blocks_RB.index_select(0, row_N)
-        slots_N = prepare(ops, DecodeRows(ids_N, length_N, own_NB), block_size).slots_R
-        window = WindowLayout(own_NB, slots_N)
-    starts_N1 = torch.arange(count + 1, dtype=torch.int32, device=row_N.device)
-    states = None
-    if save_N is not None:
-        save_N = save_N.to(torch.int32)
-        states = StateLayout(rows.state_slots(row_N), starts_N1, starts_N1[:count], save_N)
-    ragged = BatchLayout(
-        block_size=block_size,
-        query_lens=[1] * count,
-        contexts=contexts,
-        query_starts_N1=starts_N1,
-        context_lens_N=inputs.context_lens_R,
-        block_tables_NB=tables_NB,
-        positions_T=inputs.positions_R,
-        slots_T=inputs.slots_R,
-        window=window,
-        states=states,
-        adapters=adapters,
-    )
-    return ids_N, ragged
-
-
-def decoding_numbers(
-    planned: Sequence[ScheduledRequest], numbers: Sequence[int], size: int, spare: int, lag: int = 0
-) -> tuple["array[int]", list[int]]:
-    """Return the inputs of a decoding step of `size` rows, one after another: state row, length, slot to save
-    to and draft token of each; and the lengths. `numbers`: state row of each scheduled request.
-
-    A draft is a row like any other, a sequence of one row with the blocks of its request. Layers write the
-    keys of all rows before any row attends, so it sees the drafts before it. `lag`: see `mixed_inputs`.
-    """
-    owners, ends, drafts = list(numbers), [row.end - lag for row in planned], [NO_DRAFT] * len(planned)
-    saves = [slot for row in planned for _, slot in row.saves or ((0, NO_SLOT),)]
-    if any(row.drafts or row.num_tokens > 1 for row in planned):  # of a model without recurrent state
-        owners, ends, drafts = [], [], []
-        for row, number in zip(planned, numbers, strict=True):
-            owners += [number] * row.num_tokens
-            ends += range(row.start + 1 - lag, row.end + 1 - lag)
-            drafts += [*row.request.token_ids[row.start : row.end], *row.drafts] or [NO_DRAFT]
-        saves = [NO_SLOT] * len(ends)
-    fill = size - len(ends)
-    inputs = array("q", owners + [spare] * fill)
-    inputs.extend(ends + [0] * fill)
-    inputs.extend(saves + [NO_SLOT] * fill)
-    inputs.extend(drafts + [NO_DRAFT] * fill)
-    return inputs, ends + [1] * fill
-
-
 class DeviceAdapters(LoadedAdapters):
     """Adapters of a GPU's runner, and which rows of its steps have one."""
 
@@ -228,78 +153,170 @@ def decode_inputs_in_torch(tables_NB: Tensor, length_N: Tensor, block_size: int)
     return DecodeInputs(position_N, block_N * block_size + position_N % block_size, context_N)
 
 
-def mixed_inputs(
-    planned: Sequence[ScheduledRequest],
-    numbers: Sequence[int],
-    rows: DeviceRequestState,
-    uploader: Uploader,
-    block_size: int,
-    *,
-    with_states: bool = False,
-    with_adapters: bool = False,
-    with_lengths: bool = False,
-    lag: int = 0,
-) -> MixedStep:
-    """Build the inputs of a step with prefills. `numbers`: state row of each scheduled request.
+class DeviceInputs:
+    """Inputs of one runner's steps, built on the device from its request state and from uploads."""
 
-    `with_states`: the model has recurrent layers. `with_adapters`: rows have some. `with_lengths`: its RoPE
-    tells long sequences from short ones. `lag`: slots by which keys lie before their tokens; 1 for heads,
-    whose row of a token goes on from the hidden state of the one before.
-    """
-    flat = _Flat(lag)
-    for one, number in zip(planned, numbers, strict=True):
-        flat.add(one, number)
-    (
-        ids_T, position_T, starts_N1, context_N, row_N, length_N,
-        sampled, prompt, next_P, vector, row_S, position_S, hole, fill,
-    ) = uploader.upload(
-        flat.ids, flat.positions, flat.starts, flat.contexts, flat.rows, flat.lengths,
-        flat.sampled, flat.scored.prompt_rows, flat.scored.next_ids, flat.scored.vector_rows,
-        flat.sampled_rows, flat.sampled_positions, flat.holes, flat.fills,
-    )  # fmt: skip
-    if flat.holes:
-        ids_T.index_copy_(0, hole, rows.last_R.index_select(0, fill))
-    width = -(-max(flat.contexts) // block_size)
-    sequence_T = torch.repeat_interleave(
-        torch.arange(len(planned), device=ids_T.device), length_N, output_size=len(flat.ids)
-    )
-    page_T, offset_T = (position_T // block_size).long(), position_T % block_size
+    def __init__(
+        self,
+        ops: Ops,
+        rows: DeviceRequestState,
+        uploader: Uploader,
+        block_size: int,
+        *,
+        with_states: bool = False,
+        with_lengths: bool = False,
+        lag: int = 0,
+    ) -> None:
+        """`with_states`: the model has recurrent layers. `with_lengths`: its RoPE tells long sequences from
+        short ones. `lag`: slots by which keys lie before their tokens; 1 for heads, whose row of a token goes
+        on from the hidden state of the one before.
+        """
+        self._ops, self._rows, self._uploader = ops, rows, uploader
+        self._block_size = block_size
+        self._with_states, self._with_lengths = with_states, with_lengths
+        self._lag = lag
 
-    def place(tables: DeviceBlockTables) -> tuple[Tensor, Tensor]:
-        """Return the tables of the sequences, and the slot of each row."""
-        tables_NB = tables.blocks_RB[:, :width].index_select(0, row_N)
-        return tables_NB, tables_NB[sequence_T, page_T] * block_size + offset_T
+    def decoding_numbers(
+        self, planned: Sequence[ScheduledRequest], numbers: Sequence[int], size: int
+    ) -> tuple["array[int]", list[int]]:
+        """Return the inputs of a decoding step of `size` rows, one after another: state row, length, slot to
+        save to and draft token of each; and the lengths. `numbers`: state row of each scheduled request.
 
-    tables_NB, slots_T = place(rows.tables)
-    states = None
-    if with_states:
-        states = StateLayout(rows.state_slots(row_N), *uploader.upload(*saves_of(planned, flat.starts)))
-    adapters = upload_tiles(slots_of_rows(planned), uploader) if with_adapters else None
-    ragged = BatchLayout(
-        block_size=block_size,
-        query_lens=list(flat.lengths),
-        contexts=list(flat.contexts),
-        query_starts_N1=starts_N1,
-        context_lens_N=context_N,
-        block_tables_NB=tables_NB,
-        positions_T=position_T,
-        slots_T=slots_T,
-        window=None if rows.window_tables is None else WindowLayout(*place(rows.window_tables)),
-        states=states,
-        adapters=adapters,
-    )
-    is_long = long_rows(planned) if with_lengths else False
-    return MixedStep(
-        ids_T,
-        ragged,
-        torch.cat((sampled, prompt, vector)),
-        row_S,
-        position_S,
-        flat.scored.prompts,
-        next_P,
-        flat.scored.pooled,
-        is_long if isinstance(is_long, bool) else uploader.upload(is_long)[0].bool(),
-    )
+        A draft is a row like any other, a sequence of one row with the blocks of its request. Layers write
+        the keys of all rows before any row attends, so it sees the drafts before it.
+        """
+        lag = self._lag
+        owners, ends, drafts = list(numbers), [row.end - lag for row in planned], [NO_DRAFT] * len(planned)
+        saves = [slot for row in planned for _, slot in row.saves or ((0, NO_SLOT),)]
+        if any(row.drafts or row.num_tokens > 1 for row in planned):  # of a model without recurrent state
+            owners, ends, drafts = [], [], []
+            for row, number in zip(planned, numbers, strict=True):
+                owners += [number] * row.num_tokens
+                ends += range(row.start + 1 - lag, row.end + 1 - lag)
+                drafts += [*row.request.token_ids[row.start : row.end], *row.drafts] or [NO_DRAFT]
+            saves = [NO_SLOT] * len(ends)
+        fill = size - len(ends)
+        inputs = array("q", owners + [self._rows.spare] * fill)
+        inputs.extend(ends + [0] * fill)
+        inputs.extend(saves + [NO_SLOT] * fill)
+        inputs.extend(drafts + [NO_DRAFT] * fill)
+        return inputs, ends + [1] * fill
+
+    def decode(
+        self,
+        decoding_4N: Tensor,
+        contexts: Sequence[int],
+        *,
+        with_drafts: bool,
+        adapters: LoraTiles | None = None,
+    ) -> tuple[Tensor, BatchLayout]:
+        """Return (ids_N, layout) of a decoding step, from device tensors alone. Length 0: a padding row.
+
+        `decoding_4N`: result of `decoding_numbers` on the device. `with_drafts`: rows may be draft tokens.
+        `adapters`: of the rows.
+        """
+        rows, block_size = self._rows, self._block_size
+        row_N, length_N, save_N, draft_N = decoding_4N
+        count = len(row_N)
+        ids_N = rows.last_R.index_select(0, row_N)
+        if with_drafts:
+            ids_N = torch.where(draft_N < 0, ids_N, draft_N)
+        tables_NB = rows.tables.blocks_RB.index_select(0, row_N)
+        length_N = length_N.to(torch.int32)
+        inputs = prepare(self._ops, DecodeRows(ids_N, length_N, tables_NB), block_size)
+        window = None
+        if rows.window_tables is not None:
+            own_NB = rows.window_tables.blocks_RB.index_select(0, row_N)
+            slots_N = prepare(self._ops, DecodeRows(ids_N, length_N, own_NB), block_size).slots_R
+            window = WindowLayout(own_NB, slots_N)
+        starts_N1 = torch.arange(count + 1, dtype=torch.int32, device=row_N.device)
+        states = None
+        if self._with_states:
+            save_N = save_N.to(torch.int32)
+            states = StateLayout(rows.state_slots(row_N), starts_N1, starts_N1[:count], save_N)
+        layout = BatchLayout(
+            block_size=block_size,
+            query_lens=[1] * count,
+            contexts=contexts,
+            query_starts_N1=starts_N1,
+            context_lens_N=inputs.context_lens_R,
+            block_tables_NB=tables_NB,
+            positions_T=inputs.positions_R,
+            slots_T=inputs.slots_R,
+            window=window,
+            states=states,
+            adapters=adapters,
+        )
+        return ids_N, layout
+
+    def mixed(
+        self, planned: Sequence[ScheduledRequest], numbers: Sequence[int], *, with_adapters: bool
+    ) -> MixedStep:
+        """Build the inputs of a step with prefills. `numbers`: state row of each scheduled request.
+        `with_adapters`: rows have some.
+        """
+        flat, upload = _Flat(self._lag), self._uploader.upload
+        for one, number in zip(planned, numbers, strict=True):
+            flat.add(one, number)
+        (
+            ids_T, position_T, starts_N1, context_N, row_N, length_N,
+            sampled, prompt, next_P, vector, row_S, position_S, hole, fill,
+        ) = upload(
+            flat.ids, flat.positions, flat.starts, flat.contexts, flat.rows, flat.lengths,
+            flat.sampled, flat.scored.prompt_rows, flat.scored.next_ids, flat.scored.vector_rows,
+            flat.sampled_rows, flat.sampled_positions, flat.holes, flat.fills,
+        )  # fmt: skip
+        if flat.holes:
+            ids_T.index_copy_(0, hole, self._rows.last_R.index_select(0, fill))
+        tables_NB, slots_T, window = self._place(flat, row_N, length_N, position_T)
+        states = None
+        if self._with_states:
+            states = StateLayout(self._rows.state_slots(row_N), *upload(*saves_of(planned, flat.starts)))
+        layout = BatchLayout(
+            block_size=self._block_size,
+            query_lens=list(flat.lengths),
+            contexts=list(flat.contexts),
+            query_starts_N1=starts_N1,
+            context_lens_N=context_N,
+            block_tables_NB=tables_NB,
+            positions_T=position_T,
+            slots_T=slots_T,
+            window=window,
+            states=states,
+            adapters=upload_tiles(slots_of_rows(planned), self._uploader) if with_adapters else None,
+        )
+        is_long = long_rows(planned) if self._with_lengths else False
+        return MixedStep(
+            ids_T,
+            layout,
+            torch.cat((sampled, prompt, vector)),
+            row_S,
+            position_S,
+            flat.scored.prompts,
+            next_P,
+            flat.scored.pooled,
+            is_long if isinstance(is_long, bool) else upload(is_long)[0].bool(),
+        )
+
+    def _place(
+        self, flat: "_Flat", row_N: Tensor, length_N: Tensor, position_T: Tensor
+    ) -> tuple[Tensor, Tensor, WindowLayout | None]:
+        """Return the block tables of the sequences, the slot of each row, and both for sliding-window layers
+        with blocks of their own.
+        """
+        size, rows = self._block_size, self._rows
+        width = -(-max(flat.contexts) // size)
+        sequence_T = torch.repeat_interleave(
+            torch.arange(len(row_N), device=row_N.device), length_N, output_size=len(flat.ids)
+        )
+        page_T, offset_T = (position_T // size).long(), position_T % size
+
+        def place(tables: DeviceBlockTables) -> tuple[Tensor, Tensor]:
+            tables_NB = tables.blocks_RB[:, :width].index_select(0, row_N)
+            return tables_NB, tables_NB[sequence_T, page_T] * size + offset_T
+
+        window = None if rows.window_tables is None else WindowLayout(*place(rows.window_tables))
+        return *place(rows.tables), window
 
 
 class _Flat:

@@ -14,13 +14,13 @@ hidden.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from llmbox.kernels.op_types import BatchLayout
 from llmbox.kernels.ops import KVCache
-from llmbox.kernels.recurrent import RecurrentState, copy_states
 
 from ..core.request import Request
 from ..core.step import ScheduledRequest, StepPlan, StepResult, ceil_div
@@ -31,14 +31,17 @@ from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
 from ..sampling.device_sampler import DeviceSampler
 from ..sampling.device_state import DeviceRequestState, SampledTokenFeedback
-from .block_memory import DeviceBlockMemory, block_memory
-from .cuda_graphs import DecodeGraphs, GraphCapture
-from .draft_model import Follower, ModelProposer
+from .block_memory import DeviceBlockMemory, ModelCaches
+from .cuda_graphs import CudaCapture, DecodeGraphs, GraphSize
+from .draft_model import ModelProposer
 from .draft_verification import is_decoding
-from .gpu_inputs import DeviceAdapters, DeviceSizes, MixedStep, decode_inputs, decoding_numbers, mixed_inputs
+from .gpu_inputs import DeviceAdapters, DeviceInputs, DeviceSizes, MixedStep
 from .image_rows import EncodedImages
 from .input_batch import begun_blocks, sliding_table
 from .prompt_results import LaunchedStep, StepExtras, queue_extras
+
+if TYPE_CHECKING:
+    from .draft_head import HeadProposer
 
 
 class GPUModelRunner:
@@ -53,35 +56,27 @@ class GPUModelRunner:
         self,
         model: Decoder | DraftHead,
         rotary: Rotary,
-        cache: KVCache,
+        caches: ModelCaches,
         device: Device,
         sizes: DeviceSizes,
-        capture: GraphCapture | None = None,
+        capture: CudaCapture | None = None,
         graphs_bytes: int = 0,
         *,
-        window_cache: KVCache | None = None,
-        states: RecurrentState | None = None,
         images: EncodedImages | None = None,
     ) -> None:
-        """`capture`: None for no CUDA graphs. `graphs_bytes`: memory that graphs may take. `window_cache`: of
-        sliding-window layers, if they have blocks of their own or heads of another width. `states`: of a
-        model with recurrent layers. `images`: of one with a vision tower.
+        """`capture`: None for no CUDA graphs. `graphs_bytes`: memory that graphs may take. `images`: of a
+        model with a vision tower.
         """
-        self._states = states
         self.images = images
         self._has_mrope = images is not None and bool(images.config.mrope_section)
-        self._model, self._rotary, self._cache = model, rotary, cache
+        self._model, self._rotary, self.caches = model, rotary, caches
         self._rank = model.rank
         self._ops, self._device, self._sizes = model.ops, device, sizes
         self._windows = set(model.config.windows)
         width = -(-sizes.context // sizes.block_size)
         vocab_size, where = sizes.vocab_size or model.config.vocab_size, device.torch_device
-        self._window_cache, spare = window_cache, sizes.window_blocks or None
+        spare = sizes.window_blocks or None
         self._rows = DeviceRequestState(sizes.max_running, width, sizes.num_blocks, vocab_size, where, spare)
-        self._caches = [] if cache is None else [cache]
-        """Caches whose blocks are those of `Request.block_table`."""
-        if window_cache is not None and not sizes.window_blocks:
-            self._caches.append(window_cache)
         self._sampler = DeviceSampler(self._ops, self._rows, vocab_size, self._rank)
         self.depth = self.stages = self._rank.layout.pp
         """Steps in flight: one per stage, and one more that is launched while they run."""
@@ -89,21 +84,27 @@ class GPUModelRunner:
             self.depth = 0  # a launch takes as long as its step, and would keep back the results of another
         self._feedback = SampledTokenFeedback(self._rank, self._rows, self.depth)
         self._uploader = Uploader(device, self.depth + 2 + self.unread)
-        spare_row = decoding_numbers([], [], 1, self._rows.spare)[0]
+        self._inputs = DeviceInputs(
+            self._ops,
+            self._rows,
+            self._uploader,
+            sizes.block_size,
+            with_states=caches.states is not None,
+            with_lengths=rotary.short_context > 0,
+            lag=self.lag,
+        )
+        spare_row, _ = self._inputs.decoding_numbers([], [], 1)
         self._spare = torch.tensor(spare_row, device=where).view(-1, 1)
         self._decoding_4R = self._spare.repeat(1, sizes.rows)
         """State row and length of each row of a decoding step, the slot to save its recurrent state to, and
         its draft token: inputs of the graphs."""
         self._contexts = [1] * sizes.rows
         self._hidden_RE = torch.empty(sizes.rows, model.config.hidden_size, dtype=model.dtype, device=where)
-        for each in self._caches:
-            self._ops.clear_blocks(each, [sizes.num_blocks])
-        if sizes.window_blocks:
-            self._ops.clear_blocks(window_cache, [sizes.window_blocks])
+        caches.clear([sizes.num_blocks], lambda: [sizes.window_blocks])
         self._adapters = DeviceAdapters(model, sizes.rows, self._uploader, where)
         self.proposers: list[ModelProposer] = []
         """Draft model or head beside this one, on the same stream."""
-        self._follower: Follower | None = None
+        self._follower: HeadProposer | None = None
         self._tapped_RF: Tensor | None = None
         self._features_TF: Tensor | None = None
         self.graphs: DecodeGraphs | None = None
@@ -117,13 +118,13 @@ class GPUModelRunner:
             )
             self.graphs = self._make_graphs(self._decode)
 
-    def attach(self, proposer: Follower, cache: KVCache, taps: Sequence[int] = ()) -> None:
+    def attach(self, proposer: "HeadProposer", cache: KVCache, taps: Sequence[int] = ()) -> None:
         """Show the hidden states of each later step to a draft head. `cache`: of the head, if it has one.
         `taps`: layers whose inputs it reads in place of the last hidden states.
         """
         self._follower = proposer
         if cache is not None:
-            self._caches.append(cache)
+            self.caches.add(cache)
         if taps:
             assert isinstance(self._model, Decoder)
             self._model.tap(taps)
@@ -132,8 +133,7 @@ class GPUModelRunner:
 
     def block_memory(self) -> DeviceBlockMemory:
         """Return access to the bytes of its KV blocks and recurrent states."""
-        window_cache = self._window_cache if self._sizes.window_blocks else None
-        return block_memory(self._ops, self._caches, window_cache, self._states, self._device)
+        return self.caches.memory(self._device)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step on the device, capturing an urgent graph first."""
@@ -150,8 +150,6 @@ class GPUModelRunner:
             if not serves and self.graphs is not None:
                 self.adapted_graphs = self._make_graphs(partial(self._decode, is_adapted=True))
         self._prepare_blocks(plan)
-        if self._states is not None:
-            copy_states(self._states, plan.state_copies)
         numbers = [self._rows.stage_update(row) for row in plan.rows]
         self._feedback.wait_for_rows(numbers)
         self._rows.flush(self._uploader)
@@ -164,13 +162,9 @@ class GPUModelRunner:
         return replace(launched, rows=plan.rows, features_TF=features_TF, failed=failed)
 
     def _prepare_blocks(self, plan: StepPlan) -> None:
-        size = self._sizes.block_size
-        begun = begun_blocks(plan.rows, size)
-        for cache in self._caches:
-            self._ops.copy_blocks(cache, plan.copies)
-            self._ops.clear_blocks(cache, begun)
-        if self._sizes.window_blocks:
-            self._ops.clear_blocks(self._window_cache, begun_blocks(plan.rows, size, sliding_table))
+        rows, size = plan.rows, self._sizes.block_size
+        self.caches.copy(plan)
+        self.caches.clear(begun_blocks(rows, size), lambda: begun_blocks(rows, size, sliding_table))
 
     def size_for(self, plan: StepPlan) -> int:
         """Return the graph size to pad the step to; 0: run eagerly."""
@@ -191,23 +185,20 @@ class GPUModelRunner:
         return result
 
     @property
-    def urgent_capture(self) -> int | None:
-        """Size of a graph that is worth capturing while requests run; None if there is none. A negative size
-        is that of a graph with adapters.
-        """
+    def urgent_capture(self) -> GraphSize | None:
+        """Graph that is worth capturing while requests run; None if there is none."""
         return self._capture_of(lambda graphs: graphs.urgent_size)
 
     @property
-    def next_capture(self) -> int | None:
-        """Size of the next graph to capture while the engine is idle; None if none is left. Negative: as
-        above.
-        """
+    def next_capture(self) -> GraphSize | None:
+        """Next graph to capture while the engine is idle; None if none is left."""
         return self._capture_of(lambda graphs: graphs.next_size)
 
-    def _capture_of(self, size_of: Callable[[DecodeGraphs], int | None]) -> int | None:
-        size = None if self.graphs is None else size_of(self.graphs)
-        adapted = None if size or self.adapted_graphs is None else size_of(self.adapted_graphs)
-        return -adapted if adapted else size
+    def _capture_of(self, size_of: Callable[[DecodeGraphs], int | None]) -> GraphSize | None:
+        for graphs, is_adapted in ((self.graphs, False), (self.adapted_graphs, True)):
+            if graphs is not None and (rows := size_of(graphs)) is not None:
+                return GraphSize(rows, is_adapted)
+        return None
 
     def prepare(self) -> bool:
         """Capture one more graph, also of a draft model; False if none was left. Called while the engine is
@@ -223,15 +214,14 @@ class GPUModelRunner:
         self._sampler.take_back(requests)
 
     @torch.inference_mode()
-    def capture(self, size: int) -> None:
-        """Capture the graph of `size` rows, with adapters if it is negative."""
-        graphs = self.graphs if size > 0 else self.adapted_graphs
+    def capture(self, size: GraphSize) -> None:
+        graphs = self.adapted_graphs if size.is_adapted else self.graphs
         assert graphs is not None
         # The inputs still name the rows of the last step: the warm-up would write their KV once more.
         self._decoding_4R.copy_(self._spare.expand_as(self._decoding_4R))
         self._contexts = [1] * len(self._contexts)
         self._adapters.tiles.fill_(-1)
-        graphs.capture(abs(size))
+        graphs.capture(size.rows)
 
     def _launch_decoding(self, plan: StepPlan, numbers: Sequence[int], size: int) -> LaunchedStep:
         self._run_decoding(plan, numbers, size)
@@ -244,7 +234,7 @@ class GPUModelRunner:
 
     def _run_decoding(self, plan: StepPlan, numbers: Sequence[int], size: int) -> None:
         """Compute a decoding step; without a graph of this size the padded rows run eagerly."""
-        inputs, self._contexts[:size] = decoding_numbers(plan.rows, numbers, size, self._rows.spare, self.lag)
+        inputs, self._contexts[:size] = self._inputs.decoding_numbers(plan.rows, numbers, size)
         (uploaded,) = self._uploader.upload(inputs)
         self._decoding_4R[:, :size].copy_(uploaded.view(4, -1))
         is_adapted = self._adapters.are_of(plan.rows)
@@ -258,17 +248,7 @@ class GPUModelRunner:
 
     def _launch_mixed(self, plan: StepPlan, numbers: Sequence[int]) -> LaunchedStep:
         planned = plan.rows
-        step = mixed_inputs(
-            planned,
-            numbers,
-            self._rows,
-            self._uploader,
-            self._sizes.block_size,
-            with_states=self._states is not None,
-            with_adapters=self._adapters.are_of(planned),
-            with_lengths=self._rotary.short_context > 0,
-            lag=self.lag,
-        )
+        step = self._inputs.mixed(planned, numbers, with_adapters=self._adapters.are_of(planned))
         if self.images is not None and any(row.request.images for row in planned):
             forward = self._forward_with_images(step, plan, self.images)
         else:
@@ -318,21 +298,16 @@ class GPUModelRunner:
 
         `is_adapted`: apply adapters to the rows that `DeviceAdapters.tiles` names.
         """
-        row_N, length_N, save_N, draft_N = self._decoding_4R[:, :size]
-        ids_N, ragged = decode_inputs(
-            self._ops,
-            self._rows,
-            row_N,
-            length_N,
+        decoding_4N = self._decoding_4R[:, :size]
+        ids_N, ragged = self._inputs.decode(
+            decoding_4N,
             self._contexts[:size],
-            self._sizes.block_size,
-            None if self._states is None else save_N,
-            self._adapters.of_decoding(size) if is_adapted else None,
-            draft_N if self._sizes.draft_rows else None,
+            with_drafts=self._sizes.draft_rows > 0,
+            adapters=self._adapters.of_decoding(size) if is_adapted else None,
         )
         positions_N = None
         if self._has_mrope:  # images take fewer positions than rows
-            positions_N = ragged.positions_T + self._rows.position_shifts(row_N)
+            positions_N = ragged.positions_T + self._rows.position_shifts(decoding_4N[0])
         # A decoding row is the last of its sequence, so that its position tells the length.
         short = self._rotary.short_context
         is_long = ragged.positions_T >= short if short else False
@@ -368,18 +343,11 @@ class GPUModelRunner:
     ) -> ForwardContext:
         """`rope_positions`: where they are not those of the tokens. `is_long`: as in `Rotary.rows`."""
         positions = ragged.positions_T if rope_positions is None else rope_positions
-        cos_ATD, sin_ATD = self._rotary.rows(positions, is_long)
-        sliding = self._cache if self._window_cache is None else self._window_cache
-        plans = {
-            window: self._ops.plan_attention(ragged, self._cache if window is None else sliding, window)
-            for window in self._windows
-        }
-        return ForwardContext(
-            ids_T, cos_ATD, sin_ATD, self._cache, plans, self._window_cache, ragged, self._states
-        )
+        rope = self._rotary.rows(positions, is_long)
+        return self.caches.inputs(ids_T, rope, ragged, self._windows)
 
     def _is_decoding(self, plan: StepPlan) -> bool:
         """Return True if all rows continue sequences. The last token of a prompt may be an image's."""
-        if not is_decoding(plan, is_recurrent=self._states is not None):
+        if not is_decoding(plan, is_recurrent=self.caches.states is not None):
             return False
         return self.images is None or not self.images.has_rows(plan.rows)

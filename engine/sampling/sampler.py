@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from llmbox.kernels.ops import Ops
-from llmbox.kernels.reference.sampling import (
-    GREEDY_BELOW,
-    ONE,
-    SamplingKinds,
-    rank_tokens,
-    sample_rows,
-)
+from llmbox.kernels.reference.sampling import GREEDY_BELOW, ONE, SamplingKinds, rank_tokens, sample_rows
 from llmbox.kernels.sampling_types import CandidateRanks, DrawRow, SampleRows
 
 from ..core.request import Request
@@ -257,7 +251,7 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def _takes_best(request: Request) -> bool:
-    return request.params.temperature < GREEDY_BELOW and request.mask is None and not request.edits_logits
+    return is_greedy(request.params) and request.mask is None and not request.edits_logits
 
 
 def is_plain(request: Request) -> bool:

@@ -1,6 +1,6 @@
 """LoRA adapters beside the linears of a model: which tensor belongs where, and loading into slots.
 
-`AdapterLayers` is told of each linear as the model is built, and has operations that add what adapters have.
+`AdapterLayers` notes each linear while the model is built, and has operations that add what adapters have.
 T rows of the step, I inputs, O outputs.
 """
 
@@ -111,7 +111,7 @@ class AdapterLayers:
     def note_experts(
         self, name: str, mixture: Mixture, routers: Sequence[PackedLinear], *, turned: bool
     ) -> None:
-        """Remember a layer's experts and routers, of which `note` was told before."""
+        """Remember a layer's experts and routers, which `note` has seen before."""
         for router in routers:
             asked, _ = self._apart[id(router)]
             linear = self._linears[id(router)] = AdaptedLinear(asked, router)

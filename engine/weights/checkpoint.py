@@ -17,13 +17,7 @@ from llmbox.kernels.weight_packing import QuantizedWeight
 from ..checkpoint.files import open_regular, read_json
 from ..checkpoint.formats.floats import split_experts
 from ..checkpoint.formats.registry import find_weight_format
-from ..checkpoint.formats.weight_format import (
-    NativeFormat,
-    StoredTensor,
-    WeightFormat,
-    form_of,
-    is_quantized,
-)
+from ..checkpoint.formats.weight_format import NativeFormat, StoredTensor, WeightFormat, form_of, is_quantized
 from ..checkpoint.index import NOT_NEEDED, list_tensors, refuse_undeclared
 from ..checkpoint.quantized_layout import SCALES, STEP
 from ..checkpoint.safetensors import (
@@ -54,7 +48,7 @@ from .stored import StoredReader
 LAYERS = ("model.layers.", "mtp.layers.")
 EXPERT_SUFFIXES = {"": ".weight", ".weight": ".weight", "_bias": ".bias"}
 """Suffixes of tensors that hold all experts of a layer, and of those of one expert."""
-TOLD_EVERY = 1 << 20
+REPORTED_EVERY = 1 << 20
 """Bytes between two reports of progress, where a tensor is read in many small runs."""
 
 
@@ -90,7 +84,7 @@ class Checkpoint(PackingSource):
             self._entries = split_experts(self._form, self._entries)
             self._reader = StoredReader(self._form, self)
         self._progress = progress
-        self._done = self._told = 0
+        self._done = self._reported = 0
         self._total = sum(entry.nbytes for entry in self._entries.values())
 
     def vector(self, name: str, size: int) -> Tensor:
@@ -297,8 +291,8 @@ class Checkpoint(PackingSource):
                     read_fully(stream.readinto, view[:length], entry)
                     view = view[length:]
                     self._done += length
-                    if self._done - self._told >= TOLD_EVERY or not view:
-                        self._told = self._done
+                    if self._done - self._reported >= REPORTED_EVERY or not view:
+                        self._reported = self._done
                         self._progress(self._done, self._total)
         except OSError as error:
             raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None

@@ -221,9 +221,9 @@ def _shifted(form: Integers, n_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor, in
 
 def decode_hqq(form: HqqFormat, stored: Tensors, outputs: int, inputs: int) -> DecodedLinear:
     """Decode in the dtype of scales and zeros, as HQQ does: zeros are not integers."""
-    told = stored.get(".shape")
-    if told is not None and told.tolist() != [outputs, inputs]:
-        raise BadTensor(".shape", f"holds {told.tolist()}, config.json asks for {[outputs, inputs]}")
+    shape = stored.get(".shape")
+    if shape is not None and shape.tolist() != [outputs, inputs]:
+        raise BadTensor(".shape", f"holds {shape.tolist()}, config.json asks for {[outputs, inputs]}")
     words, bits, count = stored[".W_q"].int(), form.bits, HQQ_PACKED[form.bits]
     parts = [(words >> (bits * (count - 1 - place))) & ((1 << bits) - 1) for place in range(count)]
     numbers = torch.cat(parts)[: form.rows(outputs, inputs)[0]]

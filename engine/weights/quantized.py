@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from ..checkpoint.quantized_layout import INPUT_SCALES, STEP, scale_names, store
 from ..checkpoint.safetensors import FETCH_AGAIN, ShardSlice, TensorEntry, shown
 from ..checkpoint.tensor_io import refuse_non_finite
 from ..errors import ModelError, ParallelError
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
 
 
 def unpack_codes(stored: Tensor, quant: Quant, inputs: int) -> Tensor:
@@ -115,29 +118,8 @@ def as_column(entry: TensorEntry) -> TensorEntry:
     return replace(entry, shape=(*entry.shape, 1, 1)[:2]) if len(entry.shape) < 2 else entry
 
 
-class QuantizedTensors(Protocol):
-    """Tensors of a checkpoint, each taken once."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def has(self, name: str) -> bool: ...
-
-    def entry(self, name: str) -> TensorEntry:
-        """Take the entry. Raises ModelError if it is missing."""
-        ...
-
-    def read(self, entry: TensorEntry, parts: tuple[ShardSlice, ...]) -> Tensor:
-        """Read these slices as stored, on the CPU."""
-        ...
-
-    def fill(self, entry: TensorEntry, target: Tensor, *parts: ShardSlice) -> None:
-        """Read slices into `target`, converted to its dtype. Raises ModelError for NaN or wrong shapes."""
-        ...
-
-
 def read_quantized(
-    tensors: QuantizedTensors, outputs: Mapping[str, ShardSlice], inputs: ShardSlice, quant: Quant
+    tensors: "Checkpoint", outputs: Mapping[str, ShardSlice], inputs: ShardSlice, quant: Quant
 ) -> QuantizedWeight:
     """Read several quantized linears as one stacked weight; each keeps its scales: nothing is requantized.
 
@@ -159,7 +141,7 @@ def read_quantized(
 
 
 def read_codes(
-    tensors: QuantizedTensors, name: str, rows: ShardSlice, inputs: ShardSlice, quant: Quant
+    tensors: "Checkpoint", name: str, rows: ShardSlice, inputs: ShardSlice, quant: Quant
 ) -> Tensor:
     """Read codes [rows, inputs] of this shard; padding is zeros."""
     entry = tensors.entry(name)
@@ -175,7 +157,7 @@ def read_codes(
 
 
 def read_steps(
-    tensors: QuantizedTensors, name: str, rows: ShardSlice, inputs: ShardSlice, quant: Quant
+    tensors: "Checkpoint", name: str, rows: ShardSlice, inputs: ShardSlice, quant: Quant
 ) -> Tensor:
     """Read sub-block steps [rows, steps of inputs] of this shard; padding keeps zero codes zero."""
     entry = tensors.entry(name)
@@ -192,7 +174,7 @@ def read_steps(
 
 
 def read_scales(
-    tensors: QuantizedTensors, name: str, rows: ShardSlice, inputs: ShardSlice, quant: Quant
+    tensors: "Checkpoint", name: str, rows: ShardSlice, inputs: ShardSlice, quant: Quant
 ) -> Tensor:
     """Read scales [rows, groups of inputs] of this shard; padding is zeros."""
     entry = tensors.entry(one_of(tensors, [f"{name}{scale}" for scale in scale_names(quant)]))
@@ -205,7 +187,7 @@ def read_scales(
     return expand_scales(stored, rows, quant)
 
 
-def read_column(tensors: QuantizedTensors, entry: TensorEntry, rows: ShardSlice) -> Tensor:
+def read_column(tensors: "Checkpoint", entry: TensorEntry, rows: ShardSlice) -> Tensor:
     """Read scales [rows, 1]: per output, or one per tensor, expanded."""
     part = ShardSlice.whole(1) if entry.shape == (1, 1) else rows
     stored = torch.empty((part.size, 1), dtype=torch.float32, device=tensors.device)
@@ -213,7 +195,7 @@ def read_column(tensors: QuantizedTensors, entry: TensorEntry, rows: ShardSlice)
     return stored.expand(rows.size, 1)
 
 
-def read_static_input_scale(tensors: QuantizedTensors, names: Mapping[str, ShardSlice]) -> Tensor:
+def read_static_input_scale(tensors: "Checkpoint", names: Mapping[str, ShardSlice]) -> Tensor:
     """Read the static input scale [1] of these linears, which read the same activations.
 
     Where they were calibrated separately it is the largest, so that no activation saturates.
@@ -232,6 +214,6 @@ def read_static_input_scale(tensors: QuantizedTensors, names: Mapping[str, Shard
     return torch.cat(found).amax(0, keepdim=True).to(tensors.device)
 
 
-def one_of(tensors: QuantizedTensors, names: list[str]) -> str:
+def one_of(tensors: "Checkpoint", names: list[str]) -> str:
     """Return the name that exists; the first one where none does, to be reported as missing."""
     return next(filter(tensors.has, names), names[0])

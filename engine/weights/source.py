@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from ..distributed.communicator import TensorParallel
 from ..model_config.architecture import BIASED_NORMS
 from ..model_config.config import ModelConfig
 from ..model_config.shape import is_fine
+
+if TYPE_CHECKING:
+    from .adapters import AdapterLayers
 
 
 def pack(ops: Ops, kind: Kind, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
@@ -124,8 +127,8 @@ class Weights:
     """Tensors under a name prefix; `at` goes deeper.
 
     `names`: modules that the checkpoint calls otherwise, or whole names. `mixed_layers`: number of layers
-    of a model in mixed precision, whose linears of `is_fine` are packed like the output head. `listener`
-    is told of all requests.
+    of a model in mixed precision, whose linears of `is_fine` are packed like the output head. `adapters`
+    gets all requests.
     """
 
     def __init__(
@@ -134,13 +137,13 @@ class Weights:
         prefix: str = "",
         names: Mapping[str, str] = MappingProxyType({}),
         mixed_layers: int = 0,
-        listener: "WeightListener | None" = None,
+        adapters: "AdapterLayers | None" = None,
         mixtures: list[Mixture] | None = None,
     ) -> None:
         self.mixtures: list[Mixture] = [] if mixtures is None else mixtures
         """Mixtures of all layers so far, those below other prefixes included."""
         self._source = source
-        self._listener = listener
+        self._adapters = adapters
         self._prefix = prefix
         self._names = names
         self._mixed_layers = mixed_layers
@@ -159,7 +162,7 @@ class Weights:
 
     def at(self, name: str) -> "Weights":
         prefix = f"{self._full(name)}."
-        shared = self._mixed_layers, self._listener, self.mixtures
+        shared = self._mixed_layers, self._adapters, self.mixtures
         return Weights(self._source, prefix, self._names, *shared)
 
     def vector(self, name: str, size: int) -> Tensor:
@@ -170,15 +173,15 @@ class Weights:
 
     def skip(self, name: str) -> None:
         self._source.skip(self._full(name))
-        if self._listener is not None:
-            self._listener.note_skip(self._full(name))
+        if self._adapters is not None:
+            self._adapters.note_skip(self._full(name))
 
     def split(self, name: str, parts: Mapping[str, int]) -> None:
         """Split the checkpoint's stacked linear `name` into several: {name: rows of all ranks}."""
         full = {self._full(part): rows for part, rows in parts.items()}
         self._source.split(self._full(name), full)
-        if self._listener is not None:
-            self._listener.note_split(self._full(name), full)
+        if self._adapters is not None:
+            self._adapters.note_split(self._full(name), full)
 
     def split_experts(self, name: str, parts: Sequence[str], *, transposed: bool) -> None:
         full = [self._full(part) for part in parts]
@@ -186,18 +189,18 @@ class Weights:
 
     def skip_experts(self, name: str, held: Sequence[int]) -> None:
         self._source.skip_experts(self._full(name), held)
-        if self._listener is not None:
-            self._listener.note_held(self._full(name), held)
+        if self._adapters is not None:
+            self._adapters.note_held(self._full(name), held)
 
     def note_experts(
         self, name: str, mixture: Mixture, routers: Sequence[PackedLinear], *, turned: bool
     ) -> None:
-        """Keep a layer's experts, and report them and their routers to the listener. The linears of experts
+        """Keep a layer's experts, and report them and their routers to the adapters. The linears of experts
         were requested below `name`. `turned`: adapters of stacked experts have inputs and outputs swapped.
         """
         self.mixtures.append(mixture)
-        if self._listener is not None:
-            self._listener.note_experts(self._full(name), mixture, routers, turned=turned)
+        if self._adapters is not None:
+            self._adapters.note_experts(self._full(name), mixture, routers, turned=turned)
 
     def embedding(self, name: str, vocab: ShardSlice, hidden: int, *, tied: bool) -> PackedLinear:
         outputs = {self._full(name): vocab}
@@ -248,8 +251,8 @@ class Weights:
 
     def _packed(self, asked: WeightRequest) -> PackedLinear:
         packed = self._source.packed(asked)
-        if self._listener is not None:
-            self._listener.note(asked, packed)
+        if self._adapters is not None:
+            self._adapters.note(asked, packed)
         return packed
 
     def _full(self, name: str) -> str:
@@ -304,18 +307,6 @@ class PackingSource(ABC):
         if self._keeper is not None:
             self._keeper.vector(name, vector)
         return vector
-
-
-class WeightListener(Protocol):
-    """Listener to the requests of a model's layers."""
-
-    def note(self, asked: WeightRequest, packed: PackedLinear) -> None: ...
-    def note_split(self, name: str, parts: Mapping[str, int]) -> None: ...
-    def note_skip(self, name: str) -> None: ...
-    def note_held(self, name: str, held: Sequence[int]) -> None: ...
-    def note_experts(
-        self, name: str, mixture: Mixture, routers: Sequence[PackedLinear], *, turned: bool
-    ) -> None: ...
 
 
 def norm_weight(config: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:

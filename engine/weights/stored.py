@@ -5,7 +5,7 @@ O outputs, I inputs, G groups of inputs that share a scale.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,20 +18,8 @@ from ..checkpoint.safetensors import ShardSlice, TensorEntry, shown
 from ..errors import ModelError, ParallelError
 from .decoders import BadTensor, DecodedLinear, decode
 
-
-class StoredTensors(Protocol):
-    """Tensors of a checkpoint, each taken once."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def take_stored(self, linear: str, tensors: tuple[StoredTensor, ...]) -> dict[str, TensorEntry]:
-        """Take the entries of a linear that are there, by the end of their names."""
-        ...
-
-    def read(self, entry: TensorEntry, parts: tuple[ShardSlice, ...]) -> Tensor:
-        """Read these slices as stored, on the CPU."""
-        ...
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
 
 
 @dataclass(slots=True)
@@ -55,7 +43,7 @@ class StoredReader:
     """Reads linears of one weight format."""
 
     form: WeightFormat
-    tensors: StoredTensors
+    tensors: "Checkpoint"
     parts: dict[str, StackPart] = field(default_factory=dict)
     """Linears that are rows of a stored one, by name."""
 

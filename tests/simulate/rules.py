@@ -167,7 +167,7 @@ def check_rest(world: "World") -> None:
     for model in world.engines.models():
         supervisor = model.supervisor
         journal, reserved = supervisor._requests, supervisor._reserved
-        detector = journal._detector
+        detector = journal.detector
         kept: dict[str, Any] = {
             "open": journal._open,
             "in_engine": journal._in_engine,

@@ -24,6 +24,7 @@ from llmbox.app.config.settings import Settings
 from llmbox.app.control.memory_estimate import MemoryNeed
 from llmbox.app.control.model_scheduler import ModelScheduler, SchedulerDeps
 from llmbox.app.engines import engine_process, restart_policy
+from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.eviction import MemoryRequest
 from llmbox.app.engines.manager import EngineManager
 from llmbox.app.engines.request_journal import RequestJournal
@@ -31,7 +32,7 @@ from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError
 from llmbox.app.events import Events
 from llmbox.app.gateway.gateway import Gateway
-from llmbox.app.gateway.open_request import NullObserver
+from llmbox.app.gateway.open_request import RequestObserver
 from llmbox.app.http.ollama import responder
 from llmbox.app.http.openai import sampling
 from llmbox.app.http.server import errors as server_errors
@@ -163,11 +164,13 @@ class World:
         )
         self.engines = EngineManager(
             lambda _: StubText(),  # type: ignore[arg-type,return-value]
-            queue_limit=scenario.queue_limit,
-            queue_per_key=scenario.queue_per_key,
+            SupervisorOptions(
+                queue_limit=scenario.queue_limit,
+                queue_per_key=scenario.queue_per_key,
+                clock=self.loop.time,
+                on_change=self._note_state,
+            ),
             keep_spare=scenario.keep_spare,
-            on_change=self._note_state,
-            supervise=lambda config, options: Supervisor(config, replace(options, clock=self.loop.time)),
         )
         deps = SchedulerDeps(
             settings=lambda: settings,
@@ -464,7 +467,7 @@ class World:
                 self.must_be_logged.append((process.name, death, supervisor))
 
 
-class _EndObserver(NullObserver):
+class _EndObserver(RequestObserver):
     """Notes how requests end."""
 
     def __init__(self, world: World) -> None:

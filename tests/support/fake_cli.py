@@ -24,14 +24,14 @@ COMMAND = [sys.executable, "-P", __file__]
 
 def fake_parts():
     from llmbox.app.daemon.compose import DaemonParts
-    from llmbox.app.engines.engine_process import EngineQuery
+    from llmbox.app.engines.engine_process import EngineQueries
     from llmbox.app.store import writer as request_log
     from llmbox.app.telemetry.telemetry import Poller
     from llmbox.app.text.tokenizer.text_loader import load_model_text
     from support.fake_engine import fake_launch
 
     request_log._OPENS_WITHIN_S = PATIENCE
-    EngineQuery.fetch.__defaults__ = (PATIENCE,)
+    EngineQueries.blocks.__defaults__ = (PATIENCE,)
     if os.environ.get("FAKE_NVML") != "hang":
         Poller.__init__.__kwdefaults__["timeout"] = PATIENCE
     return DaemonParts(fake_launch(), load_model_text, fake_gpus(os.environ.get("FAKE_NVML")))

@@ -11,7 +11,8 @@ from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.scheduler import Scheduler
 from llmbox.engine.device.device import Device
-from llmbox.engine.runner.cuda_graphs import GraphCapture
+from llmbox.engine.runner.block_memory import ModelCaches
+from llmbox.engine.runner.cuda_graphs import CudaCapture
 from llmbox.engine.runner.draft_head import DeviceHeadRunner
 from llmbox.engine.runner.draft_model import DraftModel
 from support.real_engines import load, runner_of
@@ -105,7 +106,7 @@ class FakeCapture:
 def device_engine(
     directory: Path,
     device: Device | None = None,
-    capture: GraphCapture | None = None,
+    capture: CudaCapture | None = None,
     graphs_bytes: int = 1 << 30,
     **options: Any,
 ) -> Engine:
@@ -116,12 +117,15 @@ def device_engine(
     local, scheduler = runner_of(plain), plain._scheduler
     device = device or LateDevice()
 
-    def remake(local: Any, capture: GraphCapture | None, **parts: Any) -> Any:
-        shared = (local._model, local._rotary, local._cache, device, local._sizes, capture, graphs_bytes)
+    def remake(local: Any, capture: CudaCapture | None, **parts: Any) -> Any:
+        old = local.caches
+        caches = ModelCaches(
+            local._ops, old.kv, old.window, old.states, has_window_blocks=old.has_window_blocks
+        )
+        shared = (local._model, local._rotary, caches, device, local._sizes, capture, graphs_bytes)
         return type(local)(*shared, **parts)
 
-    parts = {"window_cache": local._window_cache, "states": local._states, "images": local.images}
-    runner, pool = remake(local, capture, **parts), scheduler.pool
+    runner, pool = remake(local, capture, images=local.images), scheduler.pool
     for each in local.proposers:
         beside = remake(each.executor, None if capture is None else FakeCapture())
         if isinstance(beside, DeviceHeadRunner):

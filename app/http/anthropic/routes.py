@@ -14,7 +14,7 @@ from ...gateway.gateway import Gateway
 from ...gateway.generation import TokenUsage
 from ...gateway.open_request import OpenRequest
 from ...text.output.output_parser import OutputParser, ParsedOutput
-from ..openai.chat import ChatCall, heading_of
+from ..openai.chat import ChatCall
 from ..openai.chat_messages import call_id, reasoning_tokens
 from ..openai.request_context import RequestContext, answer, inference_route
 from ..server.errors import encode_error
@@ -101,7 +101,7 @@ async def complete_message(gateway: Gateway, call: MessageCall) -> AnthropicMess
     reason, found = stop_reason(opened, parser)
     return AnthropicMessage(
         id=chat.generation.id,
-        model=heading_of(opened, chat).model,
+        model=chat.model_name,
         content=_blocks(parts, chat),
         stop_reason=reason,
         stop_sequence=found,
@@ -124,7 +124,7 @@ async def stream_message(gateway: Gateway, call: MessageCall) -> AsyncGenerator[
 
 def _blocks(parts: ParsedOutput, chat: ChatCall) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
-    if parts.reasoning and chat.parsing.tells_thoughts:
+    if parts.reasoning and chat.parsing.includes_reasoning:
         blocks.append({"type": "thinking", "thinking": parts.reasoning, "signature": ""})
     if parts.content:
         blocks.append({"type": "text", "text": parts.content})
@@ -153,7 +153,7 @@ class _Events:
     def begin(self) -> bytes:
         message = AnthropicMessage(
             id=self._chat.generation.id,
-            model=heading_of(self._opened, self._chat).model,
+            model=self._chat.model_name,
             content=[],
             stop_reason=None,
             stop_sequence=None,
@@ -166,7 +166,7 @@ class _Events:
         parts = self._parser.push(text)
         if last:
             parts.add(self._parser.finish())
-        if parts.reasoning and self._chat.parsing.tells_thoughts:
+        if parts.reasoning and self._chat.parsing.includes_reasoning:
             yield from self._fill("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": parts.reasoning})
         if parts.content:

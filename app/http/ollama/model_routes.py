@@ -364,8 +364,7 @@ def _listed(name: str, card: LocalModelFacts) -> OllamaModelEntry:
 
 
 def _running(name: str, model: LoadedModel, card: LocalModelFacts) -> OllamaRunningModel:
-    info = model.supervisor.info
-    assert info is not None
+    info = model.info
     size = info.weights_bytes + info.kv_bytes + info.workspace_bytes
     return OllamaRunningModel(
         name=name,

@@ -50,7 +50,7 @@ class AnswerWriter:
             self._entries += delta.entries
 
     def part(self, parts: ParsedOutput) -> dict[str, Any]:
-        thoughts = parts.reasoning if self._call.parsing.tells_thoughts else ""
+        thoughts = parts.reasoning if self._call.parsing.includes_reasoning else ""
         said: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
         if self._kind == "generate":
             return {**self._head, "response": parts.content, **said, "done": False} | self._logprobs()

@@ -29,14 +29,7 @@ from ...util.threads import off_loop
 from ..server.request import invalid as invalid_body
 from .chat_messages import ParserOptions, build_chat, call_id, final_reason, input_of, reasoning_tokens
 from .completions import CompletionCall, prepare_completion
-from .request_context import (
-    CheckedRequest,
-    ChunkHeader,
-    Deadlines,
-    RequestContext,
-    check_prompts,
-    truncate_prompts,
-)
+from .request_context import CheckedRequest, Deadlines, RequestContext, check_prompts, truncate_prompts
 from .request_types import ChatCompletionRequest, CompletionRequest, Message
 from .response_types import (
     CalledCustom,
@@ -140,9 +133,7 @@ async def prepare_chat(
 async def _thinking(
     body: ChatCompletionRequest, parsing: ParserOptions, model: LoadedModel
 ) -> ThinkingParams | None:
-    info, text = model.supervisor.info, model.text
-    assert info is not None
-    size = info.vocab_size
+    text, size = model.text, model.info.vocab_size
     budget = thinking_budget(body.thinking_token_budget, body.reasoning_effort, text.chat_template)
     stop_loops = stops_loops(body)
     return await text.off_loop(
@@ -177,8 +168,7 @@ async def read_images(
     """
     if not chat.images:
         return None, []
-    info, vision = model.supervisor.info, model.text.vision
-    assert info is not None
+    info, vision = model.info, model.text.vision
     if info.image_problem or vision is None:
         raise ApiError(
             400,
@@ -232,14 +222,10 @@ def store_answer(store: Store, opened: OpenRequest, chat: ChatCall, answer: Chat
 
 
 def _answer(opened: OpenRequest, chat: ChatCall, parts: list[list[Delta]]) -> ChatCompletion:
-    heading = heading_of(opened, chat)
     body, prompt = chat.body, chat.generation.prompts[0]
     parsers = [chat.parsing.parser() for _ in parts]
     return ChatCompletion(
-        id=heading.id,
-        created=heading.created,
-        model=heading.model,
-        system_fingerprint=heading.system_fingerprint,
+        **chat.header(opened),
         choices=[_choice(index, deltas, chat, parsers[index]) for index, deltas in enumerate(parts)],
         usage=CompletionUsage.of(opened.usage, reasoning_tokens(opened, parsers)),
         prompt_token_ids=prompt if body.return_token_ids else UNSET,
@@ -271,7 +257,7 @@ def _message(index: int, text: str, chat: ChatCall, parser: OutputParser) -> Cha
             _called(call_id(chat.generation.id, index, number), call, chat.parsing)
             for number, call in enumerate(parts.calls)
         ]
-    if parts.reasoning and chat.parsing.tells_thoughts:
+    if parts.reasoning and chat.parsing.includes_reasoning:
         message.reasoning_content = message.reasoning = parts.reasoning
     return message
 
@@ -293,10 +279,6 @@ def build_prompt_logprobs(deltas: Sequence[Delta], chat: ChatCall) -> PromptLogp
         return UNSET
     entries: list[TokenLogprobs | None] = next((d.prompt_logprobs for d in deltas if d.prompt_logprobs), [])
     return prompt_logprobs(entries, chat.generation.model.text.tokens, chat.generation.prompts[0], top)
-
-
-def heading_of(opened: OpenRequest, chat: ChatCall) -> ChunkHeader:
-    return ChunkHeader.of(chat.generation.id, opened.created, chat.body.model, chat.generation.model)
 
 
 def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:

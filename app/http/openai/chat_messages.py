@@ -295,7 +295,7 @@ class ParserOptions:
     custom: frozenset[str]
     """Names of tools that take a text."""
     most_calls: int | None
-    tells_thoughts: bool
+    includes_reasoning: bool
 
     @classmethod
     def of(
@@ -309,7 +309,7 @@ class ParserOptions:
             schemas={each["name"]: each.get("parameters") or {} for each in functions} or None,
             custom=custom_names(body),
             most_calls=1 if body.parallel_tool_calls is False else None,
-            tells_thoughts=body.include_reasoning is not False,
+            includes_reasoning=body.include_reasoning is not False,
         )
 
     @property
@@ -338,7 +338,7 @@ PLAIN = ParserOptions(
     schemas=None,
     custom=frozenset(),
     most_calls=None,
-    tells_thoughts=False,
+    includes_reasoning=False,
 )
 """Parsing of answers without parts."""
 

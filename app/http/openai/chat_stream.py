@@ -13,7 +13,7 @@ from ...text.output.call_parsers import ParsedToolCall
 from ...text.output.output_parser import ParsedOutput
 from ...util.threads import off_loop
 from ..server.sse import TEXT_MARK, data_event, encode, split_at_text
-from .chat import ChatCall, build_logprobs, build_prompt_logprobs, heading_of, store_answer, whole_answer
+from .chat import ChatCall, build_logprobs, build_prompt_logprobs, store_answer, whole_answer
 from .chat_messages import call_id, final_reason, input_of, reasoning_tokens
 from .response_types import (
     ChatChunk,
@@ -63,17 +63,9 @@ class _ChunkEncoder:
     def __init__(self, opened: OpenRequest, chat: ChatCall) -> None:
         self._opened = opened
         self._chat = chat
-        heading = heading_of(opened, chat)
         self.with_usage = chat.usage_at_end
         self._running_usage = chat.usage_in_chunks
-        self._base = ChatChunk(
-            id=heading.id,
-            created=heading.created,
-            model=heading.model,
-            system_fingerprint=heading.system_fingerprint,
-            choices=[],
-            usage=None if self.with_usage else UNSET,
-        )
+        self._base = ChatChunk(**chat.header(opened), choices=[], usage=None if self.with_usage else UNSET)
         self._plain = not (chat.wants_logprobs or chat.body.return_token_ids or self._running_usage)
         self._parsers = [chat.parsing.parser() for _ in opened.sequences] if chat.parsing.needed else []
         self.has_text_alone = self._plain and not self._parsers
@@ -113,8 +105,7 @@ class _ChunkEncoder:
         self._base.choices = []
         thoughts = reasoning_tokens(self._opened, self._parsers) if self._parsers else 0
         self._base.usage = CompletionUsage.of(self._opened.usage, thoughts)
-        for name, value in self._chat.extras(self._opened).items():
-            setattr(self._base, name, value)
+        self._chat.add_extras(self._opened, self._base)
         return data_event(self._base)
 
     def _parsed(self, delta: Delta, *, last: bool) -> bytes:
@@ -134,7 +125,7 @@ class _ChunkEncoder:
     def _spoken(self, delta: Delta, parts: ParsedOutput, number: int) -> list[ChatDelta]:
         """Split parsed output into chat deltas. `number`: tool calls sent before these."""
         said = []
-        if parts.reasoning and self._chat.parsing.tells_thoughts:
+        if parts.reasoning and self._chat.parsing.includes_reasoning:
             said.append(ChatDelta(reasoning_content=parts.reasoning, reasoning=parts.reasoning))
         if parts.content:
             said.append(ChatDelta(content=parts.content))
@@ -156,8 +147,7 @@ class _ChunkEncoder:
         choice = ChatChunkChoice(index=delta.index, delta=ChatDelta(), finish_reason=reason)
         chunk = self._chunk(choice)
         if last and not self.with_usage:
-            for name, value in self._chat.extras(self._opened).items():
-                setattr(chunk, name, value)
+            self._chat.add_extras(self._opened, chunk)
         return data_event(chunk)
 
     def _full(self, delta: Delta, said: ChatDelta, *, first: bool = True) -> bytes:

@@ -18,14 +18,7 @@ from ...gateway.open_request import OpenRequest
 from ...text.fim import fim_prompt, fim_stop_ids
 from ...util.threads import off_loop
 from ..server.sse import TEXT_MARK, data_event, encode, split_at_text
-from .request_context import (
-    CheckedRequest,
-    ChunkHeader,
-    Deadlines,
-    RequestContext,
-    check_prompts,
-    truncate_prompts,
-)
+from .request_context import CheckedRequest, Deadlines, RequestContext, check_prompts, truncate_prompts
 from .request_types import CompletionRequest
 from .response_types import Completion, CompletionChoice, CompletionLogprobs, CompletionUsage
 from .sampling import (
@@ -210,9 +203,7 @@ class _Writer:
         self._call = call
         self._body = call.body
         self._text = call.generation.model.text
-        self._heading = ChunkHeader.of(
-            call.generation.id, opened.created, call.body.model, call.generation.model
-        )
+        self._header = call.header(opened)
         self.with_usage = call.usage_at_end
         self._running_usage = call.usage_in_chunks
         self._plain = not (
@@ -220,28 +211,29 @@ class _Writer:
         )
         self.glue: dict[int, tuple[bytes, bytes]] = {}
         """Bytes around the text of a chunk that has nothing else, by choice, once its first one was sent."""
-        self._told: set[int] = set()
+        self._begun: set[int] = set()
+        """Choices whose first chunk was made."""
         self._echoes: dict[int, str] = {}
 
     @property
     def prompt_work(self) -> int:
         """Number of prompt tokens that the answer reports on."""
-        tells = self._body.echo or self._body.prompt_logprobs is not None
-        return self._opened.usage.prompt_tokens if tells else 0
+        reports_prompt = self._body.echo or self._body.prompt_logprobs is not None
+        return self._opened.usage.prompt_tokens if reports_prompt else 0
 
     def is_first(self, delta: Delta) -> bool:
-        return delta.index not in self._told
+        return delta.index not in self._begun
 
     def answer(self, deltas: list[Delta]) -> Completion:
         chunk = self._completion([self._choice(delta) for delta in deltas])
         chunk.usage = CompletionUsage.of(self._opened.usage)
-        self._add_extras(chunk)
+        self._call.add_extras(self._opened, chunk)
         return chunk
 
     def event(self, delta: Delta, *, last: bool) -> bytes:
         """Encode the events of one delta. Empty where there is nothing to send yet."""
         silent = not (delta.text or delta.finish_reason or delta.entries)
-        if silent and not self._body.return_token_ids and (delta.index in self._told or not self._body.echo):
+        if silent and not self._body.return_token_ids and (delta.index in self._begun or not self._body.echo):
             return b""
         chunk = self._completion([self._choice(delta)])
         if self._running_usage:
@@ -249,40 +241,29 @@ class _Writer:
         elif self.with_usage:
             chunk.usage = None
         if last and not self.with_usage:
-            self._add_extras(chunk)
+            self._call.add_extras(self._opened, chunk)
         return data_event(chunk)
 
     def glue_next(self, delta: Delta) -> None:
         """Encode once what the choice's chunks have around their texts."""
-        if self._plain and delta.index in self._told and delta.index not in self.glue:
+        if self._plain and delta.index in self._begun and delta.index not in self.glue:
             mark = Delta(delta.index, TEXT_MARK, [])
             self.glue[delta.index] = split_at_text(self.event(mark, last=False))
 
     def usage(self) -> bytes:
         chunk = self._completion([])
         chunk.usage = CompletionUsage.of(self._opened.usage)
-        self._add_extras(chunk)
+        self._call.add_extras(self._opened, chunk)
         return data_event(chunk)
 
     def _completion(self, choices: list[CompletionChoice]) -> Completion:
-        heading = self._heading
-        return Completion(
-            id=heading.id,
-            created=heading.created,
-            model=heading.model,
-            choices=choices,
-            system_fingerprint=heading.system_fingerprint,
-        )
-
-    def _add_extras(self, chunk: Completion) -> None:
-        for name, value in self._call.extras(self._opened).items():
-            setattr(chunk, name, value)
+        return Completion(choices=choices, **self._header)
 
     def _choice(self, delta: Delta) -> CompletionChoice:
         which = delta.index // self._call.generation.n
         prompt = self._call.generation.prompts[which]
-        first = delta.index not in self._told
-        self._told.add(delta.index)
+        first = delta.index not in self._begun
+        self._begun.add(delta.index)
         echo = self._echo(which) if self._body.echo else ""
         choice = CompletionChoice(
             index=delta.index,

@@ -34,13 +34,7 @@ from ...text.reranker import (
 from ...util.threads import off_loop
 from ..server.request import StrictRequest
 from .completions import prompt_ids, prompt_items, with_prompt
-from .request_context import (
-    RequestContext,
-    answer,
-    check_prompts,
-    inference_route,
-    truncate_prompts,
-)
+from .request_context import RequestContext, answer, check_prompts, inference_route, truncate_prompts
 from .request_types import EmbeddingRequest, Name, Priority, RequestId, RerankRequest, Salt, Tag
 from .response_types import (
     Embedding,
@@ -136,10 +130,9 @@ def check_inputs(items: Sequence[str | list[int]], param: str) -> None:
 
 def check_dimensions(dimensions: int | None, model: LoadedModel) -> None:
     """Check `dimensions` against the model. Raises ApiError 400."""
-    info = model.supervisor.info
-    assert info is not None
-    if dimensions is not None and dimensions > info.hidden_size:
-        raise invalid("dimensions", f"this model's vectors have {info.hidden_size}, not {dimensions}")
+    size = model.info.hidden_size
+    if dimensions is not None and dimensions > size:
+        raise invalid("dimensions", f"this model's vectors have {size}, not {dimensions}")
 
 
 def build_pooling_generation(
@@ -158,8 +151,7 @@ def build_pooling_generation(
 
     `prefix`: of the answer's id. Raises ApiError 400.
     """
-    info = model.supervisor.info
-    assert info is not None
+    info = model.info
     if pooling is None:
         _require_embeddings(model.name, info)
     if pooling is None or info.pooling in {"embed", "classify"}:
@@ -307,8 +299,7 @@ async def _cut(documents: list[str], most: int | None, model: LoadedModel) -> tu
 
 async def find_reranker(model: LoadedModel) -> Reranker:
     """Return the model's reranker. Raises ApiError 400 for a model that cannot rank."""
-    info = model.supervisor.info
-    assert info is not None
+    info = model.info
     if info.num_labels > 1:
         raise not_a_reranker(f"it sorts texts into {info.num_labels} classes and gives no score")
     if info.num_labels == 1:
@@ -333,12 +324,12 @@ async def rank(
     size = sum(map(len, found.vectors))
     scores = await off_loop(size, lambda: list(map(judged.judge.score, found.vectors)))
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n]
-    tells = body.return_documents is not False
+    has_documents = body.return_documents is not False
     results = [
         RerankResult(
             index=i,
             relevance_score=scores[i],
-            document=RankedDocument(judged.documents[i]) if tells else UNSET,
+            document=RankedDocument(judged.documents[i]) if has_documents else UNSET,
         )
         for i in order
     ]
@@ -355,14 +346,14 @@ async def rank(
 @inference_route("/v1/rerank", "rerank", "createRerank")
 async def rerank(request: StrictRequest, data: Annotated[RerankRequest, Body()]) -> Response[RerankResponse]:
     """Rank documents by their relevance to a query, the most relevant first."""
-    return await _ranked(request, data, tells_documents=True)
+    return await _ranked(request, data, returns_documents=True)
 
 
 @inference_route("/rerank", "rerank_plain")
 async def rerank_plain(
     request: StrictRequest, data: Annotated[RerankRequest, Body()]
 ) -> Response[RerankResponse]:
-    return await _ranked(request, data, tells_documents=True)
+    return await _ranked(request, data, returns_documents=True)
 
 
 @inference_route("/v2/rerank", "rerank_v2", "createRerankV2")
@@ -372,14 +363,14 @@ async def rerank_v2(
     """Rank documents for Cohere's clients. Documents come back only where `return_documents` asks
     for them.
     """
-    return await _ranked(request, data, tells_documents=False)
+    return await _ranked(request, data, returns_documents=False)
 
 
 async def _ranked(
-    request: StrictRequest, data: RerankRequest, *, tells_documents: bool
+    request: StrictRequest, data: RerankRequest, *, returns_documents: bool
 ) -> Response[RerankResponse]:
     if data.return_documents is None:
-        data.return_documents = tells_documents
+        data.return_documents = returns_documents
     return await answer(
         request,
         lambda call: prepare_rerank(call, data),

@@ -40,13 +40,7 @@ from .embeddings import (
     has_encoder_head,
     pool,
 )
-from .request_context import (
-    RequestContext,
-    answer,
-    check_prompts,
-    inference_route,
-    truncate_prompts,
-)
+from .request_context import RequestContext, answer, check_prompts, inference_route, truncate_prompts
 from .request_types import EmbeddingRequest, TokenId, TruncateTo
 from .response_types import EmbeddingUsage
 from .sampling import invalid
@@ -278,8 +272,7 @@ async def _find_pair_reranker(model: LoadedModel) -> Reranker | None:
     """Return the model's reranker; None for an embedding model, whose cosine is the score. Raises ApiError
     400 for a model that is neither.
     """
-    info = model.supervisor.info
-    assert info is not None
+    info = model.info
     try:
         return await find_reranker(model)
     except ApiError as error:

@@ -209,21 +209,6 @@ class RequestContext:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkHeader:
-    """Fields that all chunks of an answer repeat."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-
-    @classmethod
-    def of(cls, id_: str, created: int, asked: str | None, model: LoadedModel) -> "ChunkHeader":
-        """Build the header. A model that was named by an alias answers under the alias."""
-        return cls(id_, created, asked or model.name, system_fingerprint(model))
-
-
 Prepared = TypeVar("Prepared")
 
 
@@ -272,6 +257,25 @@ class CheckedRequest(Generic[Body]):
     body: Body
     generation: Generation
     warnings: list[str]
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model in the answer. A model that was named by an alias answers under the alias."""
+        return self.body.model or self.generation.model.name
+
+    def header(self, opened: OpenRequest) -> dict[str, Any]:
+        """Return the fields that an answer and all its chunks begin with."""
+        return {
+            "id": self.generation.id,
+            "created": opened.created,
+            "model": self.model_name,
+            "system_fingerprint": system_fingerprint(self.generation.model),
+        }
+
+    def add_extras(self, opened: OpenRequest, chunk: msgspec.Struct) -> None:
+        """Set the fields of `extras` in the last chunk of an answer."""
+        for name, value in self.extras(opened).items():
+            setattr(chunk, name, value)
 
     def extras(self, opened: OpenRequest) -> dict[str, Any]:
         """Return llmbox's own fields at the end of an answer: warnings, and the seed if the server
@@ -342,14 +346,13 @@ def check_prompts(prompts: list[list[int]], param: str, model: LoadedModel) -> N
     """Check that every prompt has tokens and that the model has an embedding for each. Raises
     ApiError 400.
     """
-    info = model.supervisor.info
-    assert info is not None
+    size = model.info.vocab_size
     for i, ids in enumerate(prompts):
         place = param if len(prompts) == 1 else f"{param}[{i}]"
         if not ids:
             raise invalid(place, "the prompt has no tokens; at least one is required")
-        if max(ids) >= info.vocab_size:
-            raise invalid(place, f"token id {max(ids)} is not in the vocabulary of {info.vocab_size}")
+        if max(ids) >= size:
+            raise invalid(place, f"token id {max(ids)} is not in the vocabulary of {size}")
 
 
 def truncate_prompts(

@@ -197,9 +197,8 @@ async def tokenize(request: StrictRequest, data: Annotated[TokenizeRequest, Body
     strings = None
     if data.return_token_strs:
         strings = await off_loop(len(ids), lambda: [model.text.token_text(i) for i in ids])
-    info = model.supervisor.info
-    assert info is not None
-    return Tokenized(tokens=ids, count=len(ids), max_model_len=context_limit(info), token_strs=strings)
+    limit = context_limit(model.info)
+    return Tokenized(tokens=ids, count=len(ids), max_model_len=limit, token_strs=strings)
 
 
 @inference_route("/detokenize", "detokenize", "detokenize")
@@ -207,10 +206,9 @@ async def detokenize(request: StrictRequest, data: Annotated[DetokenizeRequest, 
     """Return the text of token ids, special tokens by name."""
     call = await RequestContext.of(request)
     model = await call.find_model(data.model)
-    info = model.supervisor.info
-    assert info is not None
-    if data.tokens and max(data.tokens) >= info.vocab_size:
-        raise invalid("tokens", f"token id {max(data.tokens)} is not in the vocabulary of {info.vocab_size}")
+    size = model.info.vocab_size
+    if data.tokens and max(data.tokens) >= size:
+        raise invalid("tokens", f"token id {max(data.tokens)} is not in the vocabulary of {size}")
     text = await off_loop(len(data.tokens), lambda: model.text.decode(data.tokens, skip_special=False))
     return Detokenized(prompt=text)
 

@@ -45,9 +45,7 @@ async def sampling_params(
     fields: GenerationFields, model: LoadedModel, limits: LimitSettings, logprobs: Logprobs
 ) -> SamplingParams:
     """Build the engine's parameters. Raises ApiError 400. The gateway fills in `max_tokens`."""
-    info = model.supervisor.info
-    assert info is not None
-    vocabulary = info.vocab_size
+    vocabulary = model.info.vocab_size
     stop_ids = _check_ids("stop_token_ids", fields.stop_token_ids or (), vocabulary)
     if not fields.ignore_eos:
         stop_ids += tuple(i for i in model.text.eos_token_ids if i < vocabulary and i not in stop_ids)
@@ -233,7 +231,7 @@ def append_completion_entry(
     """Append one token. The chosen token is always among the alternatives. The first token of a prompt has no
     logprobs: None.
     """
-    label = _id_label if as_ids else lambda id_: _label(tokens[id_])
+    label = _id_label if as_ids else lambda id_: token_label(tokens[id_], "bytes:")
     result.text_offset.append(offset)
     result.tokens.append(label(token_id))
     if logprobs is None:
@@ -278,10 +276,6 @@ def _chat_entry(entry: TokenEntry, tokens: TokenBytes, *, as_ids: bool) -> Token
 
 def _id_label(token_id: int) -> str:
     return f"token_id:{token_id}"
-
-
-def _label(data: bytes) -> str:
-    return token_label(data, "bytes:")
 
 
 def _finite(logprob: float) -> float:

@@ -197,8 +197,7 @@ async def _with_vocabulary(params: SamplingParams, model: LoadedModel) -> Sampli
     """Send the vocabulary to the model's engines, with the first request that needs it."""
     supervisor = model.supervisor
     if params.needs_vocabulary and supervisor.vocabulary is None:
-        assert supervisor.info is not None
-        size = supervisor.info.vocab_size
+        size = model.info.vocab_size
         supervisor.vocabulary = await off_loop(size, lambda: vocabulary(model.text, size))
     return params
 

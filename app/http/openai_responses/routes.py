@@ -27,6 +27,7 @@ from ..openai.stored import (
     StoredPage,
     check_metadata,
     page_after,
+    page_of,
 )
 from ..openai.unsupported import refuse_unsupported
 from ..server.request import StrictRequest
@@ -150,8 +151,7 @@ async def create_items(
     added = with_ids(data.items)
     size = await _size(request)
     _require_room(services.stored.append("conversation", owner, conversation_id, added, size))
-    first, last = (added[0]["id"], added[-1]["id"]) if added else (None, None)
-    return StoredPage(data=added, first_id=first, last_id=last, has_more=False)
+    return page_of(added, len(added))
 
 
 @get(_ITEMS, name="conversation_items", operation_id="listConversationItems")

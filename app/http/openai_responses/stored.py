@@ -17,16 +17,7 @@ from ...store.stored_answers import StoredAnswer
 from ..auth.guard import Access, services_and_owner
 from ..openai.request_context import RequestContext
 from ..openai.sampling import invalid
-from ..openai.stored import (
-    After,
-    DeletedObject,
-    Limit,
-    Order,
-    Store,
-    StoredPage,
-    not_found,
-    page_after,
-)
+from ..openai.stored import After, DeletedObject, Limit, Order, Store, StoredPage, not_found, page_after
 from ..server.request import StrictRequest
 from ..server.sse import EventStreamResponse, SseOptions
 from .items import ResponseObject

@@ -102,12 +102,12 @@ class Toolbox:
             function = convert_item(at, tool, ResponsesFunctionTool)
             refuse_unsupported(function)
             self._warn(ResponsesFunctionTool, tool)
-            self._put(at, function.name, namespace, custom=False, told=_function(function))
+            self._put(at, function.name, namespace, custom=False, fields=_function(function))
         elif kind == "custom":
             custom = convert_item(at, tool, ResponsesCustomTool)
             refuse_unsupported(custom)
             self._warn(ResponsesCustomTool, tool)
-            self._put(at, custom.name, namespace, custom=True, told=_custom(at, custom))
+            self._put(at, custom.name, namespace, custom=True, fields=_custom(at, custom))
         elif _dispensable(kind):
             self.warnings.append(f"The tool {kind!r} was left out: this server runs no tools of its own.")
         else:
@@ -119,13 +119,15 @@ class Toolbox:
                 param=f"{at}.type",
             )
 
-    def _put(self, at: str, name: str, namespace: str | None, *, custom: bool, told: dict[str, Any]) -> None:
+    def _put(
+        self, at: str, name: str, namespace: str | None, *, custom: bool, fields: dict[str, Any]
+    ) -> None:
         joined = joined_name(namespace, name)
         if joined in self._by_name:
             raise invalid(f"{at}.name", f"another tool is called {joined!r} already")
         self._by_name[joined] = ResponseTool(name, namespace, custom)
         kind = "custom" if custom else "function"
-        self.chat.append({"type": kind, kind: {"name": joined, **told}})
+        self.chat.append({"type": kind, kind: {"name": joined, **fields}})
 
     def _warn(self, kind: type[msgspec.Struct], tool: dict[str, Any]) -> None:
         known = {name: value for name, value in tool.items() if name != "type"}

@@ -6,7 +6,6 @@ from typing import Any
 from ...gateway.generation import TokenEntry
 from ...gateway.open_request import OpenRequest
 from ...text.output.output_parser import ParsedOutput
-from ..openai.chat import heading_of
 from ..openai.chat_messages import call_id, reasoning_tokens
 from ..openai.sampling import chat_logprobs
 from ..openai.stored import NOT_STORED
@@ -218,12 +217,12 @@ class ResponseEventWriter:
         return self._ended or self._build_response()
 
     def _build_response(self) -> ResponseObject:
-        heading, params = heading_of(self._opened, self._chat), self._chat.generation.params
+        params = self._chat.generation.params
         request, ended = self._request, self._opened.sequences[0].finish_reason
         made = ResponseObject(
-            id=heading.id,
-            created_at=heading.created,
-            model=heading.model,
+            id=self._chat.generation.id,
+            created_at=self._opened.created,
+            model=self._chat.model_name,
             status="in_progress" if ended is None else "incomplete" if ended == "length" else "completed",
             output=list(self._items.done),
             instructions=request.instructions,

@@ -96,6 +96,32 @@ async def serve(
     `/ready` can be asked; every answer then closes its connection. A second `drain.begin()` ends at once.
     With `tls` TCP sockets speak HTTPS; the unix socket never does.
     """
+    state, listeners = await _listen(app, sockets, limits, tls, trusted_proxies)
+    loop = asyncio.get_running_loop()
+    try:
+        if on_ready:
+            on_ready()
+        await drain.begun.wait()
+        _close_idle(state)
+        deadline = loop.time() + drain_timeout
+        await _wait_for_tasks(state, drain, deadline)
+        await _wait_for_writes(state, drain, deadline)
+    finally:
+        for listener in listeners:
+            listener.close()
+        await _end_all(state, drain)
+
+
+async def _listen(
+    app: Any,
+    sockets: Sequence[socket.socket],
+    limits: LimitSettings,
+    tls: ssl.SSLContext | None,
+    trusted_proxies: Sequence[str],
+) -> tuple[DatedState, list[asyncio.Server]]:
+    """Accept connections on the sockets, within the limits. Returns the state that they share, and the
+    listeners.
+    """
     proxies = TrustedProxies(trusted_proxies)
     connections, lingering = _connection_limits(limits.connections)
     per_address = min(limits.connections_per_address or max(8, connections // 4), connections)
@@ -111,12 +137,10 @@ async def serve(
         timeout_keep_alive=int(limits.idle_timeout),
     )
     config.load()
-    state = DatedState(lingering)
-    loop = asyncio.get_running_loop()
-    listeners = []
+    state, listeners = DatedState(lingering), []
     for sock in sockets:
         context = None if sock.family == socket.AF_UNIX else tls
-        server = await loop.create_server(
+        server = await asyncio.get_running_loop().create_server(
             partial(LimitedProtocol, config, state, limits, limiter),
             sock=sock,
             backlog=_ACCEPTS,
@@ -125,18 +149,7 @@ async def serve(
         )
         sock.listen(BACKLOG)  # the kernel's queue and the accepts of one turn: one number for asyncio
         listeners.append(server)
-    try:
-        if on_ready:
-            on_ready()
-        await drain.begun.wait()
-        _close_idle(state)
-        deadline = loop.time() + drain_timeout
-        await _wait_for_tasks(state, drain, deadline)
-        await _wait_for_writes(state, drain, deadline)
-    finally:
-        for listener in listeners:
-            listener.close()
-        await _end_all(state, drain)
+    return state, listeners
 
 
 def _close_idle(state: ServerState) -> None:

@@ -14,9 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ...errors import LlmboxError
+
+if TYPE_CHECKING:
+    from .protocol import LimitedProtocol
 
 BACKLOG = 4096
 """Connections that the kernel keeps until they are accepted; net.core.somaxconn bounds it."""
@@ -124,11 +127,6 @@ _YOUNGEST_EVICTED = 2.0
 _LOCAL = "this machine"
 
 
-class Evictable(Protocol):
-    def give_way(self) -> None:
-        """Close this idle connection, as its place is needed."""
-
-
 class ConnectionLimiter:
     """Count connections by address and choose which idle one to close for a new one.
 
@@ -149,12 +147,12 @@ class ConnectionLimiter:
         self._per_address = per_address
         self._is_exempt = is_exempt
         self._clock = clock
-        self._open: dict[Evictable, str] = {}
+        self._open: dict[LimitedProtocol, str] = {}
         self._counts: dict[str, int] = {}
-        self._idle: dict[str, OrderedDict[Evictable, float]] = {}
+        self._idle: dict[str, OrderedDict[LimitedProtocol, float]] = {}
         """Idle connections by address, the longest idle first, with the time since when."""
 
-    def admit(self, connection: Evictable, host: str) -> bool:
+    def admit(self, connection: "LimitedProtocol", host: str) -> bool:
         """Count a new, idle connection. False when it must be refused; it is not counted then."""
         group = _group(host)
         if not self._make_room(group, host):
@@ -164,7 +162,7 @@ class ConnectionLimiter:
         self.mark_idle(connection)
         return True
 
-    def release(self, connection: Evictable) -> None:
+    def release(self, connection: "LimitedProtocol") -> None:
         """Forget a connection that ended. A refused one is not an error."""
         self.mark_busy(connection)
         group = self._open.pop(connection, None)
@@ -173,13 +171,13 @@ class ConnectionLimiter:
             if not self._counts[group]:
                 del self._counts[group]
 
-    def mark_idle(self, connection: Evictable) -> None:
+    def mark_idle(self, connection: "LimitedProtocol") -> None:
         """Note that no request of this connection is in progress."""
         group = self._open.get(connection)
         if group is not None:
             self._idle.setdefault(group, OrderedDict()).setdefault(connection, self._clock())
 
-    def mark_busy(self, connection: Evictable) -> None:
+    def mark_busy(self, connection: "LimitedProtocol") -> None:
         """Record that a request has arrived, at least its headers."""
         group = self._open.get(connection, "")
         idle = self._idle.get(group)

@@ -12,9 +12,8 @@ from sqlalchemy import update as change
 from sqlmodel import Session, col
 
 from ..batches import Batch, BatchCounts, BatchItem, BatchKind, BatchPage, BatchResult
-from ..database import give_back_space
 from ..stored_answers import encode_json
-from ..tables import BatchItemRow, BatchRow
+from ..tables import BatchItemRow, BatchRow, delete_rows
 
 
 def add(engine: Engine, batch: Batch, items: Sequence[BatchItem]) -> Batch:
@@ -133,12 +132,7 @@ def results(engine: Engine, batch: int, after: int, limit: int) -> list[BatchRes
 
 
 def delete(engine: Engine, kind: BatchKind, owner: str, id_: str) -> bool:
-    """Delete a batch, with the copies in the write-ahead log."""
-    with engine.begin() as connection:
-        found = connection.execute(delete_from(BatchRow).where(_is(kind, owner, id_))).rowcount > 0
-    if found:
-        give_back_space(engine)
-    return found
+    return delete_rows(engine, BatchRow, _is(kind, owner, id_))
 
 
 def erase(engine: Engine, before: float, *, ended_only: bool) -> int:
@@ -148,17 +142,6 @@ def erase(engine: Engine, before: float, *, ended_only: bool) -> int:
         statement = statement.where(col(BatchRow.ended).is_not(None))
     with engine.begin() as connection:
         return connection.execute(statement).rowcount
-
-
-def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
-    """Delete batches of keys that are not `known` and return their number. Disk space is freed separately."""
-    owner, count = col(BatchRow.owner), 0
-    with engine.begin() as connection:
-        owners = connection.execute(select(owner).distinct()).scalars().all()
-        for each in owners:
-            if each and each not in known:
-                count += connection.execute(delete_from(BatchRow).where(owner == each)).rowcount
-    return count
 
 
 def size(engine: Engine, owner: str | None = None) -> int:

@@ -2,7 +2,6 @@
 
 import msgspec
 from sqlalchemy import ColumnElement, Engine, LargeBinary, and_, cast, func, insert, or_, select
-from sqlalchemy import delete as delete_from
 from sqlalchemy import update as change
 from sqlmodel import col
 
@@ -17,7 +16,7 @@ from ..conversations import (
     without_values,
 )
 from ..database import give_back_space
-from ..tables import ConversationRow, PanelItemRow
+from ..tables import ConversationRow, PanelItemRow, delete_rows
 
 
 def list_of(engine: Engine, owner: str, text: str, limit: int) -> list[ConversationSummary]:
@@ -54,24 +53,7 @@ def put(engine: Engine, owner: str, id_: str, body: ConversationBody, now: float
 
 
 def delete(engine: Engine, owner: str, id_: str) -> bool:
-    """Delete a conversation, with the copies in the write-ahead log."""
-    with engine.begin() as connection:
-        found = connection.execute(delete_from(ConversationRow).where(_is(owner, id_))).rowcount > 0
-    if found:
-        give_back_space(engine)
-    return found
-
-
-def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
-    """Delete conversations and items of keys that are not `known`. Those without an owner stay."""
-    count = 0
-    with engine.begin() as connection:
-        for table in (ConversationRow, PanelItemRow):
-            owner = col(table.owner)
-            owners = connection.execute(select(owner).distinct()).scalars().all()
-            for gone in (each for each in owners if each and each not in known):
-                count += connection.execute(delete_from(table).where(owner == gone)).rowcount
-    return count
+    return delete_rows(engine, ConversationRow, _is(owner, id_))
 
 
 def size(engine: Engine) -> int:
@@ -118,12 +100,7 @@ def move_secrets(engine: Engine, secrets: ToolServerSecrets) -> None:
 
 
 def delete_item(engine: Engine, owner: str, kind: str, name: str) -> bool:
-    """Delete an item, with the copies in the write-ahead log."""
-    with engine.begin() as connection:
-        found = connection.execute(delete_from(PanelItemRow).where(_is_item(owner, kind, name))).rowcount > 0
-    if found:
-        give_back_space(engine)
-    return found
+    return delete_rows(engine, PanelItemRow, _is_item(owner, kind, name))
 
 
 def _is_item(owner: str, kind: str, name: str) -> ColumnElement[bool]:

@@ -11,9 +11,7 @@ from sqlmodel import Session, col
 
 from ..database import give_back_space
 from ..stored_answers import Kind, StoredAnswer, StoredFilter, StoredTotal, encode_json
-from ..tables import StoredRow
-from . import batches as batch_queries
-from . import conversations as conversation_queries
+from ..tables import BatchRow, ConversationRow, PanelItemRow, StoredRow, delete_owners_but, delete_rows
 
 _OVER = text(
     "DELETE FROM stored WHERE seq IN (SELECT seq FROM"
@@ -122,12 +120,7 @@ def remove_item(engine: Engine, kind: Kind, owner: str, id_: str, item: str) -> 
 
 
 def delete(engine: Engine, kind: Kind, owner: str, id_: str) -> bool:
-    """Delete an answer, with the copies in the write-ahead log."""
-    with engine.begin() as connection:
-        found = connection.execute(delete_from(StoredRow).where(_is(kind, owner, id_))).rowcount > 0
-    if found:
-        give_back_space(engine)
-    return found
+    return delete_rows(engine, StoredRow, _is(kind, owner, id_))
 
 
 def erase(engine: Engine, before: float) -> int:
@@ -140,13 +133,8 @@ def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
     """Delete answers, batches, conversations and items of the panel that belong to keys that are not `known`,
     with the copies in the write-ahead log. Rows without an owner stay.
     """
-    owner, count = col(StoredRow.owner), batch_queries.erase_owners_but(engine, known)
-    count += conversation_queries.erase_owners_but(engine, known)
-    with engine.begin() as connection:
-        owners = connection.execute(select(owner).distinct()).scalars().all()
-        gone = [each for each in owners if each and each not in known]
-        for each in gone:
-            count += connection.execute(delete_from(StoredRow).where(owner == each)).rowcount
+    tables = (BatchRow, ConversationRow, PanelItemRow, StoredRow)
+    count = sum(delete_owners_but(engine, table, known) for table in tables)
     if count:
         give_back_space(engine)
     return count

@@ -16,11 +16,7 @@ from llmbox.engine.checkpoint.files import MAX_BYTES, parse_json, read_regular
 from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config.vision.families import find_vision
 
-from ..chat_template import (
-    ControlTokens,
-    named_special_tokens,
-    pick_template,
-)
+from ..chat_template import ControlTokens, named_special_tokens, pick_template
 from ..output.format_table import recognize_format
 from .detokenizer import TokenBytes
 from .sandboxed_encoder import SandboxedEncoder

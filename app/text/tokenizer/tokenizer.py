@@ -11,13 +11,7 @@ from llmbox.engine.model_config.vision.config import VisionConfig
 from ...errors import ApiError
 from ...sandbox.pool import TemplatePool
 from ...util.threads import off_loop
-from ..chat_template import (
-    Chat,
-    ControlTokens,
-    RenderedChat,
-    number_calls,
-    render_chat,
-)
+from ..chat_template import Chat, ControlTokens, RenderedChat, number_calls, render_chat
 from ..output.format_table import recognize_format
 from ..output.output_formats import OutputFormat
 from .detokenizer import Detokenizer, TokenBytes, decode

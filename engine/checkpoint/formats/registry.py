@@ -320,9 +320,9 @@ def _read_quark(raw: Config) -> WeightFormat:
     require(isinstance(weight, dict), "quark weights without a global_quant_config")
     assert isinstance(weight, dict)
     require(not raw.get("layer_quant_config"), "quark weights whose format differs by layer")
-    told = weight.get("dtype"), weight.get("group_size"), weight.get("scale_format")
-    known = told == ("fp4", MX_GROUP, "e8m0")
-    require(known, f"quark weights of dtype {told[0]!r}, only fp4 in groups of 32 (MXFP4) is known")
+    kind = weight.get("dtype"), weight.get("group_size"), weight.get("scale_format")
+    known = kind == ("fp4", MX_GROUP, "e8m0")
+    require(known, f"quark weights of dtype {kind[0]!r}, only fp4 in groups of 32 (MXFP4) is known")
     return MxFp4Format(method="quark", main_suffix=".weight", scale_suffix=".weight_scale")
 
 
@@ -359,8 +359,8 @@ def _read_modelopt(raw: Config) -> WeightFormat:
 def _read_gguf(raw: Config) -> WeightFormat:
     types, sizes = raw.get("types"), raw.get("bytes_per_weight")
     known = {*GGUF_QUANTS, *GGUF_DEQUANTIZED}
-    told = isinstance(types, list) and all(each in known for each in types) and isinstance(sizes, dict)
-    require(told, f"GGUF blocks of types {types!r}")
+    is_known = isinstance(types, list) and all(each in known for each in types) and isinstance(sizes, dict)
+    require(is_known, f"GGUF blocks of types {types!r}")
     assert isinstance(types, list)
     assert isinstance(sizes, dict)
     found = [sizes.get(name) for name in ("layers", "head", "table")]

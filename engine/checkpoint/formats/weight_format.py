@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from llmbox.kernels.quant_formats import QUANTS, BlockSizes
 
@@ -133,24 +133,12 @@ class GgufFormat(_UnpackedFormat):
         return StoredTensor(".weight", ())
 
 
-@runtime_checkable
-class FormatsByName(Protocol):
-    """Interface of a checkpoint's format that differs by linear (`MixedFormat`)."""
-
-    @property
-    def forms(self) -> tuple[WeightFormat, ...]: ...
-
-    def of(self, linear: str) -> WeightFormat:
-        """Return the format of a linear."""
-        ...
-
-
 def forms_of(form: WeightFormat) -> tuple[WeightFormat, ...]:
-    return form.forms if isinstance(form, FormatsByName) else (form,)
+    return form.forms if isinstance(form, MixedFormat) else (form,)
 
 
 def form_of(form: WeightFormat, linear: str) -> WeightFormat:
-    return form.of(linear) if isinstance(form, FormatsByName) else form
+    return form.of(linear) if isinstance(form, MixedFormat) else form
 
 
 def is_quantized(form: WeightFormat, linear: str, entries: Mapping[str, TensorEntry]) -> bool:

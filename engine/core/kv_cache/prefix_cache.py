@@ -186,10 +186,10 @@ class PrefixUses:
         if len(self._uses) > REMEMBERED_USES:
             self._uses.popitem(last=False)
 
-    def top(self, is_here: Callable[[bytes], bool], count: int = MAX_REPORTED) -> list[PrefixUse]:
-        """Return the `count` prefixes that saved most tokens, among those for which `is_here` is true."""
+    def top(self, is_here: Callable[[bytes], bool]) -> list[PrefixUse]:
+        """Return the prefixes that saved most tokens, among those for which `is_here` is true."""
         here = [use for chain_hash, use in self._uses.items() if is_here(chain_hash)]
-        return sorted(here, key=lambda use: use.hits * use.tokens, reverse=True)[:count]
+        return sorted(here, key=lambda use: use.hits * use.tokens, reverse=True)[:MAX_REPORTED]
 
 
 _KEY_BYTES: Final = 8

@@ -24,14 +24,7 @@ from ...config import SchedulerConfig
 from ..kv_cache.manager import KVCacheManager
 from ..request import Request
 from ..step import ONE_STAGE, PipelineDepth, SampledToken, ScheduledRequest, StepPlan, count_accepted
-from .draft_choice import (
-    MOST_DRAFTS,
-    CallerDrafts,
-    RequestDrafts,
-    RowPrices,
-    choose_lengths,
-    expected_gain,
-)
+from .draft_choice import MOST_DRAFTS, CallerDrafts, RequestDrafts, RowPrices, choose_lengths, expected_gain
 from .model_drafting import ModelDrafting, ModelWaits, choose_model
 from .proposer import DraftMethod, DraftStatistics, DraftStats, Proposer
 from .text_drafting import LONGER, GrammarProposer, NgramProposer, SuffixProposer

@@ -19,13 +19,7 @@ from ..attention import (
     windows_by_type,
 )
 from ..fields import Fields, raw_rope, show
-from ..moe import (
-    ExpertsConfig,
-    deepseek_v3_experts,
-    layers_after_dense,
-    selected_of,
-    sparse_layers,
-)
+from ..moe import ExpertsConfig, deepseek_v3_experts, layers_after_dense, selected_of, sparse_layers
 from ..rope import (
     LayerRopes,
     RopeConfig,

@@ -344,8 +344,7 @@ class PackedWeightWriter:
             self._cache.drop_unfinished()
 
     def _write_behind(self) -> None:
-        if hasattr(os, "setpriority"):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         self._write()
 
     def _write(self) -> None:

@@ -16,6 +16,7 @@ from llmbox.app.config.settings import Settings
 from llmbox.app.control.memory_estimate import MemoryNeed, least_bytes, sizes
 from llmbox.app.control.model_scheduler import ModelScheduler, SchedulerDeps
 from llmbox.app.control.model_tables import seen_from
+from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.eviction import HOST, MemoryRequest, Place, budgets
 from llmbox.app.engines.manager import EngineManager
 from llmbox.app.errors import ApiError
@@ -52,7 +53,7 @@ class House:
         self.device: Place = "cpu"
         self.registry = Registry(folder / "models.json")
         self.events = Events()
-        self.engines = EngineManager(load_model_text, fake_launch())
+        self.engines = EngineManager(load_model_text, SupervisorOptions(launch=fake_launch()))
         world = SchedulerDeps(
             settings=lambda: self.settings,
             find=self.find,

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.manager import EngineManager
 from llmbox.app.engines.restart_policy import RestartLimits
 from llmbox.app.errors import ApiError
@@ -136,7 +137,7 @@ async def test_it_can_be_unloaded_while_it_waits(tmp_path):
 
 @pytest.fixture
 async def manager():
-    manager = EngineManager(load_model_text, fake_launch(), deaths=LIMITS)
+    manager = EngineManager(load_model_text, SupervisorOptions(launch=fake_launch(), deaths=LIMITS))
     yield manager
     await manager.close()
 

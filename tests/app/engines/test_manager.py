@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.manager import EngineManager
 from llmbox.app.errors import ApiError
 from llmbox.engine.errors import ModelError
@@ -42,7 +43,7 @@ def waiting_for(event: threading.Event) -> Callable[[Path], FakeText]:
 
 @asynccontextmanager
 async def managing(load_text=lambda _: FakeText(), **options):
-    manager = EngineManager(load_text, fake_launch(), **options)
+    manager = EngineManager(load_text, SupervisorOptions(launch=fake_launch(), **options))
     try:
         yield manager
     finally:

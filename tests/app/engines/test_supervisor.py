@@ -244,7 +244,7 @@ def test_a_recalled_request_goes_on_later_as_if_nothing_had_been():
         journal.engine_ready()
     journal.deliver(RequestOutput(request_id="r2", token_ids=[1, 2]))
     assert journal.engine_died(from_outside=False) is None
-    assert journal.narrowed
+    assert journal.detector.narrowed
     sent.clear()
     journal.engine_ready()
     journal.deliver(RequestOutput(request_id="r1", token_ids=[3, 4]))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmbox.app.fit.bandwidth import Bandwidth
-from llmbox.app.fit.fit import Fit, fit
+from llmbox.app.fit.fit import Fit, FitSite, fit
 from llmbox.app.fit.report import fit_rows, plan_rows
 from llmbox.app.hub.errors import HubError
 from llmbox.app.hub.model_info import local_facts, remote_facts, search
@@ -46,9 +46,8 @@ def facts(hub: StubHub, name: str = NAME):
 
 def verdict(found: Any, machine: Machine = MACHINE, budget_gb: float | None = None, **options: Any) -> Fit:
     config = EngineConfig(model_path="", name="", **options)
-    return fit(
-        found, machine, config, budget_gb=budget_gb, disk=Path("/tmp"), bandwidth=Bandwidth.exact(1e10)
-    )
+    site = FitSite(machine=machine, budget_gb=budget_gb, disk=Path("/tmp"), bandwidth=Bandwidth.exact(1e10))
+    return fit(found, config, site)
 
 
 @pytest.mark.parametrize("shards", [False, True])
@@ -122,13 +121,13 @@ def test_main_memory_beside_a_gpu_is_told(hub: StubHub):
 
 def test_the_size_of_the_cache_on_disk_is_told(hub: StubHub):
     config = EngineConfig(model_path="", name="")
-    means: dict[str, Any] = {"budget_gb": None, "disk": Path("/tmp"), "bandwidth": None}
-    told = fit(facts(hub), MACHINE, config, kv_disk=10**9, **means)
+    site = FitSite(machine=MACHINE, budget_gb=None, disk=Path("/tmp"), bandwidth=None, kv_disk=10**9)
+    told = fit(facts(hub), config, site)
     assert told.plan is not None
     assert told.plan.buffer_bytes > 0
     assert told.as_dict()["plan"]["kv_disk_tokens"] == 10**9 // told.plan.kv_bytes_per_token
     assert f"{told.kv_disk_tokens:,} tokens of this one" in fit_rows(told)["KV on disk"]
-    off = fit(facts(hub), MACHINE, replace(config, prefix_cache=False), kv_disk=10**9, **means)
+    off = fit(facts(hub), replace(config, prefix_cache=False), site)
     assert off.plan is not None
     assert (off.kv_disk_bytes, off.plan.buffer_bytes) == (0, 0)
     assert "KV on disk" not in fit_rows(off)
@@ -262,15 +261,14 @@ def test_a_mixture_larger_than_the_gpu_has_its_experts_in_main_memory(hub: StubH
 
 def test_the_speed_beside_experts_in_main_memory_is_of_both(hub: StubHub, tmp_path: Path):
     found, host = mixture(hub, tmp_path), Bandwidth(best=50e9, typical=40e9, probed_at=0.0)
-    found_fit = fit(
-        found,
-        roomy(),
-        EngineConfig(model_path="", name=""),
+    site = FitSite(
+        machine=roomy(),
         budget_gb=None,
         disk=tmp_path,
         bandwidth=Bandwidth.exact(1e12),
         host_bandwidth=lambda: host,
     )
+    found_fit = fit(found, EngineConfig(model_path="", name=""), site)
     speed, plan = found_fit.speed, found_fit.plan
     assert speed is not None
     assert plan is not None

@@ -12,6 +12,7 @@ from llmbox.app.control import library
 from llmbox.app.control.library import Library
 from llmbox.app.errors import ApiError, CliError, Exit
 from llmbox.app.fit.bandwidth import Bandwidth
+from llmbox.app.fit.fit import FitSite
 from llmbox.app.fit.recommendations import (
     USABLE_RATE,
     Recommendation,
@@ -57,9 +58,8 @@ def machine(gigabytes: float) -> Machine:
 
 def planned(gigabytes: float, tmp_path, memory: float | None = 50e9, **options) -> list[Recommendation]:
     bandwidth = None if memory is None else Bandwidth.exact(memory)
-    return recommend(
-        machine(gigabytes), CONFIG, budget_gb=None, disk=tmp_path, bandwidth=bandwidth, **options
-    )
+    site = FitSite(machine=machine(gigabytes), budget_gb=None, disk=tmp_path, bandwidth=bandwidth)
+    return recommend(CONFIG, site, **options)
 
 
 @pytest.mark.parametrize("model", recommended(), ids=lambda model: model.name)
@@ -174,7 +174,7 @@ def test_what_the_hub_told_counts_until_it_cannot_be_served(tmp_path):
     }
     keep_hub_facts(tmp_path / "cache" / "recommended.json", facts)
     told = read_hub_facts(tmp_path / "cache" / "recommended.json")
-    found = {each.model.name: each for each in planned(64, tmp_path, told=told)}
+    found = {each.model.name: each for each in planned(64, tmp_path, hub_facts=told)}
     plain = {each.model.name: each for each in planned(64, tmp_path)}
     now = found["qwen3:0.6b"]
     assert (now.model.license, now.model.gated, now.fit.disk_need) == ("mit", True, 5_000_000_000)

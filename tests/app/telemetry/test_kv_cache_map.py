@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbox.app.engines.engine_process import EngineQuery
+from llmbox.app.engines.engine_process import EngineQueries
 from llmbox.app.telemetry.device_memory import draw_map
 from llmbox.engine.ipc.profile_messages import BlockHolder, BlockMap, BlockRun
 from support.engines import kill, request, supervised, until
@@ -72,7 +72,7 @@ def test_choices_of_a_request_are_told_under_its_own_id():
 @pytest.fixture
 def patient(monkeypatch):
     """An engine may wait for a core longer than people wait for a map."""
-    monkeypatch.setattr(EngineQuery.fetch, "__defaults__", (60.0,))
+    monkeypatch.setattr(EngineQueries.blocks, "__defaults__", (60.0,))
 
 
 @pytest.mark.usefixtures("patient")

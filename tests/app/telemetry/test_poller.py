@@ -8,7 +8,8 @@ from llmbox.app.engines.loaded_model import Readiness
 from llmbox.app.engines.queue_model import QueueModel
 from llmbox.app.events import Events
 from llmbox.app.store.record import LiveRequest, RequestRecord
-from llmbox.app.telemetry.engine_rates import ErrorRates, Latencies
+from llmbox.app.telemetry import telemetry
+from llmbox.app.telemetry.engine_rates import EngineReader, ErrorRates, Latencies
 from llmbox.app.telemetry.gpus import GpuReader, HostReader
 from llmbox.app.telemetry.history import History
 from llmbox.app.telemetry.snapshot import NA, Tick
@@ -55,13 +56,12 @@ class FakeStore:
 
 
 class Scene:
-    def __init__(self, tmp_path, nvml=None, **options) -> None:
+    def __init__(self, tmp_path, nvml=None) -> None:
         self.events, self.gateway, self.engines = Events(), FakeGateway(), FakeEngines()
         self.latencies, self.error_rates = Latencies(), ErrorRates()
         self.poller = Poller(
-            self.engines, self.gateway, self.events, History(FakeStore()), self.latencies,
+            self.engines, self.gateway, self.events, History(FakeStore()), EngineReader(self.latencies),
             self.error_rates, gpus=GpuReader(nvml or FakeNvml()), host=HostReader(tmp_path), timeout=60.0,
-            **options,
         )  # fmt: skip
 
 
@@ -176,8 +176,9 @@ async def test_it_ends_though_somebody_comes_as_it_is_told_to(tmp_path):
         assert running.cancelled()
 
 
-async def test_a_failing_look_does_not_end_the_poller(tmp_path, caplog):
-    scene = Scene(tmp_path, idle=0.01)
+async def test_a_failing_look_does_not_end_the_poller(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(telemetry, "IDLE_S", 0.01)
+    scene = Scene(tmp_path)
     scene.engines.readiness = lambda: 1 / 0
     running = asyncio.create_task(scene.poller.run())
     async with asyncio.timeout(60):

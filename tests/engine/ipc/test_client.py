@@ -12,7 +12,7 @@ import pytest
 
 from llmbox.engine.ipc import messages as m
 from llmbox.engine.ipc.client import EngineClient
-from llmbox.engine.ipc.spawn import Launch, _environment
+from llmbox.engine.ipc.spawn import Launch, _environment, spawn
 from support.engines import config, is_running, request, until
 from support.fake_engine import expected_tokens, fake_launch
 
@@ -38,7 +38,7 @@ class Inbox:
 async def started(tmp_path, launch: Launch | None = None, **options):
     inbox = Inbox()
     client = EngineClient(inbox.receive, inbox.lines.append)
-    await client.start(launch or fake_launch(), config(tmp_path, **options))
+    await client.adopt(spawn(launch or fake_launch()), config(tmp_path, **options))
     return client, inbox
 
 

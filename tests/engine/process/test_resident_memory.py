@@ -9,7 +9,7 @@ import pytest
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.ipc import messages as m
 from llmbox.engine.ipc.client import EngineClient
-from llmbox.engine.ipc.spawn import Launch
+from llmbox.engine.ipc.spawn import Launch, spawn
 from support.engines import request
 from support.tiny_models import make_tiny_model
 
@@ -31,7 +31,7 @@ async def test_an_engine_takes_little_beside_weights_and_kv(tmp_path: Path) -> N
     heard: asyncio.Queue[Any] = asyncio.Queue()
     client = EngineClient(heard.put_nowait, lambda _line: None)
     config = EngineConfig(model_path=str(place), name="m", device="cpu", kv_tokens=512, threads=1)
-    await client.start(Launch(), config)
+    await client.adopt(spawn(Launch()), config)
     try:
         async with asyncio.timeout(PATIENCE):
             while not isinstance(ready := await heard.get(), m.Ready):

@@ -14,6 +14,7 @@ from llmbox.engine.errors import DeviceError, DoesNotFit, EngineError
 from llmbox.engine.executor.build import load_engine
 from llmbox.engine.ipc.messages import Progress
 from llmbox.engine.runner import cpu_runner
+from llmbox.engine.runner.block_memory import ModelCaches
 from llmbox.engine.runner.cpu_runner import SCORED_AT_ONCE, CPUModelRunner
 from llmbox.engine.runner.input_batch import DecodingInputs, build_batch, decodes
 from llmbox.engine.sampling_params import SamplingParams
@@ -184,7 +185,8 @@ class Populating:
 def stub_runner(ops):
     names = {"adapters": None, "dtype": torch.bfloat16, "rank": None}
     model = SimpleNamespace(ops=ops, config=SimpleNamespace(windows=()), **names)
-    return CPUModelRunner(model, None, "cache", None, block_size=16, device=torch.device("cpu"))
+    caches = ModelCaches(ops, "cache")
+    return CPUModelRunner(model, None, caches, None, block_size=16, device=torch.device("cpu"))
 
 
 def prepare(runner):

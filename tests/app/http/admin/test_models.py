@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.manager import EngineManager
 from llmbox.app.http.admin.models import describe_all
 from llmbox.app.models.registry import Alias, NameLookup
@@ -24,7 +25,7 @@ async def test_a_model_is_ready_when_it_takes_requests(tmp_path: Path) -> None:
         text.beside_embedding = lambda _rows: text
         return text
 
-    manager = EngineManager(slow_text, fake_launch())
+    manager = EngineManager(slow_text, SupervisorOptions(launch=fake_launch()))
     control = SimpleNamespace(services=SimpleNamespace(engines=manager), failure_codes={}, asked={})
     load = asyncio.ensure_future(manager.load(config(tmp_path)))
     try:
@@ -40,7 +41,7 @@ async def test_a_model_is_ready_when_it_takes_requests(tmp_path: Path) -> None:
 
 async def test_adapters_in_memory_are_named_beside_their_base(tmp_path: Path) -> None:
     write_text_files(tmp_path / "fake", byte_level())
-    manager = EngineManager(load_model_text, fake_launch())
+    manager = EngineManager(load_model_text, SupervisorOptions(launch=fake_launch()))
     one, two = "1" * 32, "2" * 32
     names = {"pirate": Alias("a", adapter=one), "poet": Alias("a", adapter=two), "plain": Alias("a")}
     names["other"] = Alias("b", adapter=one)
@@ -62,7 +63,7 @@ async def test_adapters_in_memory_are_named_beside_their_base(tmp_path: Path) ->
 
 async def test_slower_kernels_are_a_warning(tmp_path: Path) -> None:
     write_text_files(tmp_path / "fake", byte_level())
-    manager = EngineManager(load_model_text, fake_launch())
+    manager = EngineManager(load_model_text, SupervisorOptions(launch=fake_launch()))
     control = SimpleNamespace(services=SimpleNamespace(engines=manager), failure_codes={}, asked={})
     try:
         supervisor = (await manager.load(config(tmp_path))).supervisor

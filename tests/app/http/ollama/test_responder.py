@@ -16,7 +16,7 @@ def test_a_load_is_told_and_is_part_of_the_total() -> None:
     sequence = SimpleNamespace(finish_reason="stop")
     opened = SimpleNamespace(timeline=timeline, usage_now=lambda: usage, sequences=[sequence])
     call = SimpleNamespace(
-        parsing=SimpleNamespace(tells_thoughts=False),
+        parsing=SimpleNamespace(includes_reasoning=False),
         generation=SimpleNamespace(clock=ExchangeClock(began=10.0, model_s=2.5)),
         prepared=SimpleNamespace(warnings_at_end=lambda _: []),
         has_logprobs=False,
@@ -34,7 +34,7 @@ def test_an_answer_of_one_token_has_a_time_to_divide_by() -> None:
     usage = TokenUsage(prompt_tokens=7, output_tokens=1)
     opened = SimpleNamespace(timeline=timeline, usage_now=lambda: usage, sequences=[sequence])
     call = SimpleNamespace(
-        parsing=SimpleNamespace(tells_thoughts=False),
+        parsing=SimpleNamespace(includes_reasoning=False),
         generation=SimpleNamespace(clock=ExchangeClock(began=1.0, model_s=0.0)),
         prepared=SimpleNamespace(warnings_at_end=lambda _: []),
         has_logprobs=False,

@@ -5,15 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from llmbox.app.gateway.generation import Delta, TokenUsage
-from llmbox.app.http.openai import chat_stream
 from llmbox.app.http.openai.chat_stream import _ChunkEncoder
 from llmbox.app.http.openai.completions import _Writer
-from llmbox.app.http.openai.request_context import ChunkHeader
 from llmbox.app.http.openai.request_types import ChatCompletionRequest, CompletionRequest
 from llmbox.app.http.openai.response_types import ChatDelta
 from llmbox.app.http.server.sse import encode
 
-HEADING = ChunkHeader(id="cmpl-1", created=7, model='m"\u2028', system_fingerprint="fp_1")
+HEADER = {"id": "cmpl-1", "created": 7, "model": 'm"\u2028', "system_fingerprint": "fp_1"}
 TEXTS = ["a", ' "quoted" \\ ', "\n\u2028\x00é", "🙂", "data: x\n\n"]
 
 
@@ -23,9 +21,9 @@ def opened():
 
 @pytest.mark.parametrize("usage", [False, True])
 @pytest.mark.parametrize("text", TEXTS)
-def test_chat(monkeypatch, usage, text):
-    monkeypatch.setattr(chat_stream, "heading_of", lambda *_: HEADING)
+def test_chat(usage, text):
     call = SimpleNamespace(
+        header=lambda _: HEADER,
         usage_at_end=usage,
         usage_in_chunks=False,
         wants_logprobs=False,
@@ -40,9 +38,9 @@ def test_chat(monkeypatch, usage, text):
 
 @pytest.mark.parametrize("usage", [False, True])
 @pytest.mark.parametrize("text", TEXTS)
-def test_completions(monkeypatch, usage, text):
-    monkeypatch.setattr(ChunkHeader, "of", lambda *_: HEADING)
+def test_completions(usage, text):
     call = SimpleNamespace(
+        header=lambda _: HEADER,
         usage_at_end=usage,
         usage_in_chunks=False,
         body=CompletionRequest(model="m", prompt="p"),
@@ -58,9 +56,9 @@ def test_completions(monkeypatch, usage, text):
     assert before + encode(text) + after == writer.event(Delta(1, text, [5]), last=False)
 
 
-def test_completions_with_more_than_text_are_encoded_whole(monkeypatch):
-    monkeypatch.setattr(ChunkHeader, "of", lambda *_: HEADING)
+def test_completions_with_more_than_text_are_encoded_whole():
     call = SimpleNamespace(
+        header=lambda _: HEADER,
         usage_at_end=False,
         usage_in_chunks=False,
         body=CompletionRequest(model="m", prompt="p", return_token_ids=True),
