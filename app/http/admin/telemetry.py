@@ -26,6 +26,7 @@ from ...telemetry.daemon_profile import DaemonTimes
 from ...telemetry.device_memory import KVBlockMap
 from ...telemetry.history import KEEP, MOST, Annotation, is_series, resample, step_for
 from ...telemetry.snapshot import Tick
+from ...util.threads import off_loop
 from ..auth.guard import identity_of
 from ..server.request import StrictRequest
 from ..server.sse import EventStreamResponse, SseOptions
@@ -132,7 +133,9 @@ async def history(
     history = request.services.telemetry.history
     chart = await history.chart(step or step_for(time.time() - begin), int(begin), names)
     if points is not None:
-        chart = resample(chart, int(begin), int(time.time()), points)
+        size = len(chart.times) * len(chart.series)
+        fine, now = chart, int(time.time())
+        chart = await off_loop(size, lambda: resample(fine, int(begin), now, points))
     return TelemetryAnswer(**asdict(chart))
 
 
