@@ -62,18 +62,6 @@ def delete(engine: Engine, owner: str, id_: str) -> bool:
     return found
 
 
-def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
-    """Delete conversations and items of keys that are not `known`. Those without an owner stay."""
-    count = 0
-    with engine.begin() as connection:
-        for table in (ConversationRow, PanelItemRow):
-            owner = col(table.owner)
-            owners = connection.execute(select(owner).distinct()).scalars().all()
-            for gone in (each for each in owners if each and each not in known):
-                count += connection.execute(delete_from(table).where(owner == gone)).rowcount
-    return count
-
-
 def size(engine: Engine) -> int:
     """Bytes of conversations."""
     bodies = func.length(cast(col(ConversationRow.body), LargeBinary))

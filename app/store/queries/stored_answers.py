@@ -11,15 +11,16 @@ from sqlmodel import Session, col
 
 from ..database import give_back_space
 from ..stored_answers import Kind, StoredAnswer, StoredFilter, StoredTotal, encode_json
-from ..tables import StoredRow
-from . import batches as batch_queries
-from . import conversations as conversation_queries
+from ..tables import BatchRow, ConversationRow, PanelItemRow, StoredRow
 
 _OVER = text(
     "DELETE FROM stored WHERE seq IN (SELECT seq FROM"
     " (SELECT seq, sum(size) OVER (ORDER BY seq DESC) AS total FROM stored) WHERE total > :most)"
 )
 _HAS = "EXISTS (SELECT 1 FROM json_each(stored.details) WHERE key = :k{n} AND value = :v{n})"
+
+_SAME = ("owner", "id", "created", "model", "previous")
+"""Fields of an answer that are columns of the same name."""
 
 
 def put(engine: Engine, answer: StoredAnswer) -> int:
@@ -30,16 +31,7 @@ def put(engine: Engine, answer: StoredAnswer) -> int:
         "answer": encode_json(answer.answer),
     }
     size = sum(len(each.encode()) for each in texts.values())
-    row = {
-        "kind": answer.kind,
-        "owner": answer.owner,
-        "id": answer.id,
-        "created": answer.created,
-        "model": answer.model,
-        "previous": answer.previous,
-        "size": size,
-        **texts,
-    }
+    row = {name: getattr(answer, name) for name in _SAME} | {"kind": answer.kind, "size": size} | texts
     with engine.begin() as connection:
         connection.execute(delete_from(StoredRow).where(_is(answer.kind, answer.owner, answer.id)))
         connection.execute(insert(StoredRow), row)
@@ -47,17 +39,19 @@ def put(engine: Engine, answer: StoredAnswer) -> int:
 
 
 def get(engine: Engine, kind: Kind, owner: str, id_: str) -> StoredAnswer | None:
-    with Session(engine) as session:
-        row = session.scalars(select(StoredRow).where(_is(kind, owner, id_))).first()
-        return None if row is None else _answer(row)
+    return next(iter(chain(engine, kind, owner, id_, 1)), None)
 
 
 def chain(engine: Engine, kind: Kind, owner: str, id_: str, most: int) -> list[StoredAnswer]:
     """Return the answers of a chain, oldest first."""
     found: list[StoredAnswer] = []
-    while id_ and len(found) < most and (answer := get(engine, kind, owner, id_)) is not None:
-        found.append(answer)
-        id_ = answer.previous
+    with Session(engine) as session:  # one connection for all of them: opening one takes longer than a look
+        while id_ and len(found) < most:
+            row = session.scalars(select(StoredRow).where(_is(kind, owner, id_))).first()
+            if row is None:
+                break
+            found.append(_answer(row))
+            id_ = row.previous
     return found[::-1]
 
 
@@ -140,13 +134,13 @@ def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
     """Delete answers, batches, conversations and items of the panel that belong to keys that are not `known`,
     with the copies in the write-ahead log. Rows without an owner stay.
     """
-    owner, count = col(StoredRow.owner), batch_queries.erase_owners_but(engine, known)
-    count += conversation_queries.erase_owners_but(engine, known)
+    count = 0
     with engine.begin() as connection:
-        owners = connection.execute(select(owner).distinct()).scalars().all()
-        gone = [each for each in owners if each and each not in known]
-        for each in gone:
-            count += connection.execute(delete_from(StoredRow).where(owner == each)).rowcount
+        for table in (StoredRow, BatchRow, ConversationRow, PanelItemRow):
+            owner = col(table.owner)
+            owners = connection.execute(select(owner).distinct()).scalars().all()
+            for gone in (each for each in owners if each and each not in known):
+                count += connection.execute(delete_from(table).where(owner == gone)).rowcount
     if count:
         give_back_space(engine)
     return count
@@ -182,11 +176,7 @@ def _is(kind: Kind, owner: str, id_: str) -> ColumnElement[bool]:
 def _answer(row: StoredRow) -> StoredAnswer:
     return StoredAnswer(
         kind=_kind(row.kind),
-        owner=row.owner,
-        id=row.id,
-        created=row.created,
-        model=row.model,
-        previous=row.previous,
+        **{name: getattr(row, name) for name in _SAME},
         metadata=msgspec.json.decode(row.details),
         input=msgspec.json.decode(row.input),
         answer=msgspec.json.decode(row.answer),
