@@ -213,7 +213,7 @@ class _Events:
 _STREAM = SseOptions(last=b"", error=error_event, comment=named_event("ping"))
 
 
-@inference_route("/v1/messages", "messages", "createMessage")
+@inference_route("/v1/messages", "createMessage")
 async def messages(
     request: StrictRequest, data: Annotated[MessagesRequest, Body()]
 ) -> Response[AnthropicMessage]:
@@ -229,7 +229,7 @@ async def messages(
     )
 
 
-@inference_route("/v1/messages/count_tokens", "count_tokens", "countTokens")
+@inference_route("/v1/messages/count_tokens", "countTokens")
 async def count_tokens(request: StrictRequest, data: Annotated[CountTokensRequest, Body()]) -> TokenCount:
     """Count the tokens that the prompt of such a message would have."""
     call = await RequestContext.of(request)

@@ -219,7 +219,7 @@ def _answer(pooled: PooledPrompts, body: EmbeddingRequest, name: str, warnings: 
     )
 
 
-@inference_route("/v1/embeddings", "embeddings", "createEmbedding")
+@inference_route("/v1/embeddings", "createEmbedding")
 async def embeddings(
     request: StrictRequest, data: Annotated[EmbeddingRequest, Body()]
 ) -> Response[EmbeddingList]:
@@ -352,20 +352,20 @@ async def rank(
     )
 
 
-@inference_route("/v1/rerank", "rerank", "createRerank")
+@inference_route("/v1/rerank", "createRerank")
 async def rerank(request: StrictRequest, data: Annotated[RerankRequest, Body()]) -> Response[RerankResponse]:
     """Rank documents by their relevance to a query, the most relevant first."""
     return await _ranked(request, data, tells_documents=True)
 
 
-@inference_route("/rerank", "rerank_plain")
+@inference_route("/rerank")
 async def rerank_plain(
     request: StrictRequest, data: Annotated[RerankRequest, Body()]
 ) -> Response[RerankResponse]:
     return await _ranked(request, data, tells_documents=True)
 
 
-@inference_route("/v2/rerank", "rerank_v2", "createRerankV2")
+@inference_route("/v2/rerank", "createRerankV2")
 async def rerank_v2(
     request: StrictRequest, data: Annotated[RerankRequest, Body()]
 ) -> Response[RerankResponse]:

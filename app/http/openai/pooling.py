@@ -334,13 +334,13 @@ async def _inputs(
     return build_pooling_generation(call, body, model, prompts, reservation, prefix=prefix, pooling=pooling)
 
 
-@inference_route("/v1/score", "score", "createScore")
+@inference_route("/v1/score", "createScore")
 async def score(request: StrictRequest, data: Annotated[ScoreRequest, Body()]) -> Response[ScoreList]:
     """Score the relevance or similarity of pairs of texts."""
     return await _scored(request, data)
 
 
-@inference_route("/score", "score_plain")
+@inference_route("/score")
 async def score_plain(request: StrictRequest, data: Annotated[ScoreRequest, Body()]) -> Response[ScoreList]:
     return await _scored(request, data)
 
@@ -351,7 +351,7 @@ async def _scored(request: StrictRequest, data: ScoreRequest) -> Response[ScoreL
     )
 
 
-@inference_route("/classify", "classify", "createClassification")
+@inference_route("/classify", "createClassification")
 async def classify_texts(
     request: StrictRequest, data: Annotated[ClassifyRequest, Body()]
 ) -> Response[ClassList]:
@@ -364,7 +364,7 @@ async def classify_texts(
     return await answer(request, prepare, lambda call, made: classify(call, data, *made))
 
 
-@inference_route("/pooling", "pooling", "createPooling")
+@inference_route("/pooling", "createPooling")
 async def pooling(request: StrictRequest, data: Annotated[PoolingRequest, Body()]) -> Response[PoolingList]:
     """Return a vector, or class probabilities, for each text."""
     return await answer(

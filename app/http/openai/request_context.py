@@ -227,7 +227,7 @@ class ChunkHeader:
 Prepared = TypeVar("Prepared")
 
 
-def inference_route(path: str, name: str, operation_id: str | None = None) -> post:
+def inference_route(path: str, operation_id: str | None = None) -> post:
     """Declare a POST route for callers who may use models. Without `operation_id` it is not in the API
     description.
     """
@@ -235,7 +235,6 @@ def inference_route(path: str, name: str, operation_id: str | None = None) -> po
         path,
         status_code=200,
         opt={"access": Access.INFER},
-        name=name,
         operation_id=operation_id,
         include_in_schema=operation_id is not None,
     )

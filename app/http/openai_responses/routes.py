@@ -80,7 +80,7 @@ class ItemsCreate(Struct, kw_only=True):
     items: list[dict[str, Any]]
 
 
-@post("/v1/conversations", status_code=200, name="conversation_create", operation_id="createConversation")
+@post("/v1/conversations", status_code=200, operation_id="createConversation")
 async def create_conversation(
     request: StrictRequest, data: Annotated[ConversationCreate, Body()]
 ) -> Conversation:
@@ -108,13 +108,13 @@ async def create_conversation(
     return made
 
 
-@get(_PATH, name="conversation", operation_id="getConversation")
+@get(_PATH, operation_id="getConversation")
 async def get_conversation(request: StrictRequest, conversation_id: FromPath[str]) -> Conversation:
     """Return one of the caller's conversations."""
     return _to_conversation(await _find(request, conversation_id))
 
 
-@post(_PATH, status_code=200, name="conversation_update", operation_id="updateConversation")
+@post(_PATH, status_code=200, operation_id="updateConversation")
 async def update_conversation(
     request: StrictRequest, conversation_id: FromPath[str], data: Annotated[ConversationUpdate, Body()]
 ) -> Conversation:
@@ -126,7 +126,7 @@ async def update_conversation(
     return _to_conversation(await _find(request, conversation_id))
 
 
-@delete(_PATH, status_code=200, name="conversation_delete", operation_id="deleteConversation")
+@delete(_PATH, status_code=200, operation_id="deleteConversation")
 async def delete_conversation(request: StrictRequest, conversation_id: FromPath[str]) -> DeletedObject:
     """Erase a conversation with its items; the bytes are overwritten. Responses of it that were stored by
     themselves stay.
@@ -137,7 +137,7 @@ async def delete_conversation(request: StrictRequest, conversation_id: FromPath[
     return DeletedObject(id=conversation_id, object="conversation.deleted")
 
 
-@post(_ITEMS, status_code=200, name="conversation_items_create", operation_id="createConversationItems")
+@post(_ITEMS, status_code=200, operation_id="createConversationItems")
 async def create_items(
     request: StrictRequest, conversation_id: FromPath[str], data: Annotated[ItemsCreate, Body()]
 ) -> StoredPage:
@@ -154,7 +154,7 @@ async def create_items(
     return StoredPage(data=added, first_id=first, last_id=last, has_more=False)
 
 
-@get(_ITEMS, name="conversation_items", operation_id="listConversationItems")
+@get(_ITEMS, operation_id="listConversationItems")
 async def list_items(
     request: StrictRequest,
     conversation_id: FromPath[str],
@@ -167,7 +167,7 @@ async def list_items(
     return page_after(list(found.input), after, limit, order)
 
 
-@get(_ITEM, name="conversation_item", operation_id="getConversationItem")
+@get(_ITEM, operation_id="getConversationItem")
 async def get_item(
     request: StrictRequest, conversation_id: FromPath[str], item_id: FromPath[str]
 ) -> dict[str, Any]:
@@ -180,7 +180,7 @@ async def get_item(
     raise _no_item(item_id)
 
 
-@delete(_ITEM, status_code=200, name="conversation_item_delete", operation_id="deleteConversationItem")
+@delete(_ITEM, status_code=200, operation_id="deleteConversationItem")
 async def delete_item(
     request: StrictRequest, conversation_id: FromPath[str], item_id: FromPath[str]
 ) -> Conversation:
@@ -309,7 +309,7 @@ def _with_ids(items: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
     return made
 
 
-@inference_route("/v1/responses", "responses", "createResponse")
+@inference_route("/v1/responses", "createResponse")
 async def responses(
     request: StrictRequest, data: Annotated[ResponseRequest, Body()]
 ) -> Response[ResponseObject]:
@@ -333,7 +333,7 @@ async def responses(
     return Response(await while_connected(request.receive, work))
 
 
-@inference_route("/v1/responses/input_tokens", "response_input_tokens", "countInputTokens")
+@inference_route("/v1/responses/input_tokens", "countInputTokens")
 async def input_tokens(request: StrictRequest, data: Annotated[InputTokensRequest, Body()]) -> InputTokens:
     """Count the tokens that the prompt of such a request would have."""
     call = await RequestContext.of(request)
@@ -341,7 +341,7 @@ async def input_tokens(request: StrictRequest, data: Annotated[InputTokensReques
         return InputTokens(input_tokens=await count_input_tokens(call, data))
 
 
-@inference_route("/v1/responses/compact", "response_compact", "compactResponse")
+@inference_route("/v1/responses/compact", "compactResponse")
 async def compact(
     request: StrictRequest, data: Annotated[CompactRequest, Body()]
 ) -> Response[CompactedResponse]:

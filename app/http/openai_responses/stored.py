@@ -168,7 +168,7 @@ _PATH = "/v1/responses/{response_id:str}"
 _LOST = "The daemon stopped before this response had ended, or its end could not be stored."
 
 
-@get(_PATH, name="stored_response", operation_id="getResponse")
+@get(_PATH, operation_id="getResponse")
 async def stored_response(
     request: StrictRequest,
     response_id: FromPath[str],
@@ -191,7 +191,7 @@ async def stored_response(
     return EventStreamResponse(_replay_events(found, after), STREAM)
 
 
-@post(_PATH + "/cancel", status_code=200, name="stored_response_cancel", operation_id="cancelResponse")
+@post(_PATH + "/cancel", status_code=200, operation_id="cancelResponse")
 async def cancel_response(request: StrictRequest, response_id: FromPath[str]) -> Response[ResponseObject]:
     """Cancel a background response; the output that it already has stays."""
     services, owner = services_and_owner(request)
@@ -208,7 +208,7 @@ async def cancel_response(request: StrictRequest, response_id: FromPath[str]) ->
     return Response(result)
 
 
-@delete(_PATH, status_code=200, name="stored_response_delete", operation_id="deleteResponse")
+@delete(_PATH, status_code=200, operation_id="deleteResponse")
 async def delete_response(request: StrictRequest, response_id: FromPath[str]) -> DeletedObject:
     """Erase a response; its bytes are overwritten. One that is being generated is cancelled first."""
     services, owner = services_and_owner(request)
@@ -218,7 +218,7 @@ async def delete_response(request: StrictRequest, response_id: FromPath[str]) ->
     return DeletedObject(id=response_id, object="response")
 
 
-@get(_PATH + "/input_items", name="stored_input_items", operation_id="listInputItems")
+@get(_PATH + "/input_items", operation_id="listInputItems")
 async def input_items(
     request: StrictRequest,
     response_id: FromPath[str],
