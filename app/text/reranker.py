@@ -22,7 +22,7 @@ from llmbox.engine.ipc.profile_messages import AskRows, WeightRows
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.kernels.quant_formats import QUANTS
 
-from ..errors import ApiError
+from ..errors import ApiError, unavailable
 from ..models.catalog import read_config
 from ..models.gguf_folders import head_rows, score_rows, weights_of
 from ..sandbox.pool import TemplatePool, job
@@ -125,12 +125,10 @@ def reranker_of(folder: Path, found: WeightRows | None) -> Reranker:
 def _answered(found: WeightRows | None) -> list[list[float]]:
     """Return the rows that the engine read. Raises ApiError 503 if it did not answer."""
     if found is None:
-        raise ApiError(
-            503,
+        raise unavailable(
             "The engine did not return the weights for scoring: it is busy or restarting.",
-            code="engine_busy",
-            type="server_error",
-            headers={"Retry-After": "1"},
+            "engine_busy",
+            retry_after=1,
         )
     return found.rows
 

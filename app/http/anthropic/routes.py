@@ -96,8 +96,7 @@ async def complete_message(gateway: Gateway, call: MessageCall) -> AnthropicMess
     parser = chat.parsing.parser()
     with gateway.open(chat.generation) as opened:
         pieces = [delta.text async for delta in opened.deltas()]
-    parts = parser.push("".join(pieces))
-    parts.add(parser.finish())
+    parts = parser.parse_whole("".join(pieces))
     reason, found = stop_reason(opened, parser)
     return AnthropicMessage(
         id=chat.generation.id,
@@ -163,9 +162,7 @@ class _Events:
 
     def say(self, text: str, *, last: bool) -> Iterator[bytes]:
         before = self._parser.called
-        parts = self._parser.push(text)
-        if last:
-            parts.add(self._parser.finish())
+        parts = self._parser.parse_whole(text) if last else self._parser.push(text)
         if parts.reasoning and self._chat.parsing.tells_thoughts:
             yield from self._fill("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": parts.reasoning})

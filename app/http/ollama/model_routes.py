@@ -15,7 +15,7 @@ from ...control.controller import DaemonController
 from ...control.library import STATUS_OF_EXIT, LocalModelFacts, read_card
 from ...engines.admission import model_not_found
 from ...engines.loaded_model import LoadedModel
-from ...errors import ApiError, CliError, Exit
+from ...errors import ApiError, CliError, Exit, missing_parameter
 from ...gateway.gateway import context_limit
 from ...hub.download import Download
 from ...hub.errors import HubError
@@ -115,7 +115,7 @@ async def ollama_create(
     call = await RequestContext.of(request)
     refuse_unsupported(data)
     if data.from_ is None:
-        raise ApiError(400, "Missing required parameter: 'from'.", "missing_required_parameter", "from")
+        raise missing_parameter("from")
     source, name = normalize_name(data.from_), normalize_name(data.requested_name)
     for each in (source, name):
         call.caller.require_model(each)

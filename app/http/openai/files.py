@@ -12,7 +12,7 @@ from litestar.params import FromPath, QueryParameter
 from litestar.response import Stream
 from msgspec import Struct
 
-from ...errors import ApiError
+from ...errors import ApiError, missing_parameter
 from ...services import Services
 from ...store.batches import Batch, BatchPage
 from ...store.files import StoredFile
@@ -56,11 +56,11 @@ async def create_file(request: StrictRequest) -> FileObject:
     form = await _form(request)
     purpose, upload = form.get("purpose"), form.get("file")
     if purpose is None:
-        raise ApiError(400, "Missing required parameter: 'purpose'.", "missing_required_parameter", "purpose")
+        raise missing_parameter("purpose")
     if purpose != "batch":
         raise invalid("purpose", "only files for batches are supported: 'batch'")
     if not isinstance(upload, UploadFile):
-        raise ApiError(400, "Missing required parameter: 'file'.", "missing_required_parameter", "file")
+        raise missing_parameter("file")
     expires = _expires(form)
     name = upload.filename.rpartition("/")[2][:512] or "file"
     file = await services.files.add(upload.file, owner, name, "batch", expires)

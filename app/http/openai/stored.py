@@ -10,7 +10,7 @@ from litestar import Router, delete, get, post
 from litestar.params import Body, FromPath, FromQuery, QueryParameter
 from msgspec import Struct
 
-from ...errors import ApiError
+from ...errors import ApiError, unsupported_parameter
 from ...store.stored_answers import Kind, StoredAnswer, StoredAnswers, StoredFilter
 from ..auth.guard import Access, services_and_owner
 from ..server.request import StrictRequest
@@ -98,11 +98,9 @@ class Store:
     ) -> "Store":
         """Return the slot. Raises ApiError 400 where nothing is stored here."""
         if not call.services.settings.requests.store:
-            raise ApiError(
-                400,
+            raise unsupported_parameter(
+                "store",
                 "The value of 'store' is not supported. Storing is switched off here: requests.store.",
-                code="unsupported_parameter",
-                param="store",
             )
         metadata = metadata or {}
         check_metadata(metadata)

@@ -37,6 +37,7 @@ from .stored import (
     STREAM,
     check_background,
     complete_response,
+    queue_full,
     start_background,
     stored_responses_router,
     stream_response,
@@ -201,13 +202,7 @@ def _check(items: list[dict[str, Any]]) -> None:
 
 def _require_room(put: bool) -> None:
     if not put:
-        raise ApiError(
-            503,
-            "The write queue of the disk is full. Try again later.",
-            "request_log_unavailable",
-            type="server_error",
-            headers={"Retry-After": "5"},
-        )
+        raise queue_full()
 
 
 async def _find(request: StrictRequest, id_: str) -> StoredAnswer:
@@ -287,8 +282,7 @@ async def summarize(gateway: Gateway, summary: PreparedSummary) -> CompactedResp
     chat = summary.prepared.chat
     parser = chat.parsing.parser()
     with gateway.open(chat.generation) as opened:
-        parts = parser.push("".join([delta.text async for delta in opened.deltas()]))
-    parts.add(parser.finish())
+        parts = parser.parse_whole("".join([delta.text async for delta in opened.deltas()]))
     base = chat.generation.id.removeprefix(_ID)
     return CompactedResponse(
         id=chat.generation.id,

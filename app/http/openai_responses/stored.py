@@ -9,7 +9,7 @@ import msgspec
 from litestar import Response, Router, delete, get, post
 from litestar.params import FromPath, QueryParameter
 
-from ...errors import ApiError
+from ...errors import ApiError, unavailable, unsupported_parameter
 from ...gateway.gateway import Gateway
 from ...gateway.open_request import OpenRequest
 from ...services import Services
@@ -135,13 +135,18 @@ class LiveResponse:
 def check_background(request: ResponseRequest) -> None:
     """Check the fields of a background response. Raises ApiError 400."""
     if request.background and not request.store:
-        raise ApiError(
-            400,
+        raise unsupported_parameter(
+            "background",
             "The value of 'background' is not supported. It needs 'store': true: nothing is stored"
             " unless the request asks for it.",
-            code="unsupported_parameter",
-            param="background",
         )
+
+
+def queue_full() -> ApiError:
+    """Build the error of an answer or of items that cannot be stored."""
+    return unavailable(
+        "The write queue of the disk is full. Try again later.", "request_log_unavailable", retry_after=5
+    )
 
 
 def start_background(call: RequestContext, prepared: PreparedResponse, store: Store) -> LiveResponse:
@@ -150,13 +155,7 @@ def start_background(call: RequestContext, prepared: PreparedResponse, store: St
     writer = ResponseEventWriter(opened, prepared)
     response = writer.response()
     if not writer.keep(response):
-        full = ApiError(
-            503,
-            "The write queue of the disk is full. Try again later.",
-            "request_log_unavailable",
-            type="server_error",
-            headers={"Retry-After": "5"},
-        )
+        full = queue_full()
         opened.end(full.status, full.code or "")
         raise full
     live = LiveResponse(writer)
