@@ -50,7 +50,7 @@ def _shut(wire: socket.socket) -> None:
         socket.socket.shutdown(wire, socket.SHUT_RDWR)
 
 
-class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+class ConnectionHandler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     """Handler of http and https whose connections belong to a set."""
 
     def __init__(self, wires: ConnectionSet) -> None:
@@ -117,7 +117,7 @@ class HubHttpClient:
             request.add_unredirected_header("Authorization", f"Bearer {self.token}")
         if start or end is not None:
             request.add_header("Range", f"bytes={start}-{'' if end is None else end - 1}")
-        opener = urllib.request.build_opener(redirects, _Handler(self._wires))
+        opener = urllib.request.build_opener(redirects, ConnectionHandler(self._wires))
         try:
             with opener.open(request, timeout=self._timeout) as response:
                 yield _answer(response, redirects.etag)

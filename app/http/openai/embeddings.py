@@ -319,7 +319,7 @@ async def find_reranker(model: LoadedModel) -> Reranker:
         asked = await off_loop(info.vocab_size, lambda: rows_of_gguf(model.path, model.loaded_at, answers))
         if asked is not None:
             found = await model.supervisor.weight_rows(asked)
-            return reranker_of(model.path, found)
+            return await off_loop(info.vocab_size, lambda: reranker_of(model.path, found))
         return await off_loop(info.vocab_size, lambda: read_reranker(model.path, model.loaded_at, answers))
     except ModelError:
         raise not_a_reranker("the rows of its head cannot be read from its files") from None

@@ -212,7 +212,8 @@ async def find_classifier(model: LoadedModel) -> Classifier | None:
     try:
         asked = None if labels else await off_loop(1 << 20, lambda: class_rows_of_gguf(path, loaded_at))
         if asked is not None:
-            return classifier_of(path, await model.supervisor.weight_rows(asked))
+            rows = await model.supervisor.weight_rows(asked)
+            return await off_loop(1 << 20, lambda: classifier_of(path, rows))
         return await off_loop(1 << 20, lambda: read_classifier(path, loaded_at, labels))
     except ModelError:
         return None
