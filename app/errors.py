@@ -31,6 +31,23 @@ class ApiError(LlmboxError):
         return self.message
 
 
+def missing_parameter(param: str) -> ApiError:
+    return ApiError(400, f"Missing required parameter: '{param}'.", "missing_required_parameter", param)
+
+
+def unsupported_parameter(param: str | None, message: str) -> ApiError:
+    return ApiError(400, message, "unsupported_parameter", param)
+
+
+def unsupported_content(param: str, message: str) -> ApiError:
+    return ApiError(400, message, "unsupported_content", param)
+
+
+def unavailable(message: str, code: str, *, retry_after: int) -> ApiError:
+    """Build the 503 error of what may succeed in `retry_after` seconds."""
+    return ApiError(503, message, code, None, "server_error", {"Retry-After": str(retry_after)})
+
+
 class Exit(IntEnum):
     """Exit codes of the command line, a promise to scripts."""
 

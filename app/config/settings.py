@@ -344,19 +344,8 @@ def schema() -> dict[str, SettingSpec]:
         for item in fields(cls):
             name = f"{section}.{item.name}"
             kind, optional, choices = _shape(hints[item.name])
-            meta = item.metadata
-            keys[name] = SettingSpec(
-                name=name,
-                kind=kind,
-                optional=optional,
-                choices=choices,
-                default=cast("Scalar", item.default),
-                doc=meta["doc"],
-                low=meta["low"],
-                high=meta["high"],
-                each=meta["each"],
-                live=meta["live"],
-            )
+            default = cast("Scalar", item.default)
+            keys[name] = SettingSpec(name, kind, optional, choices, default, **item.metadata)
     return keys
 
 

@@ -16,7 +16,7 @@ from llmbox.engine.planning.estimator import show_bytes
 from ..engines.eviction import HOST, AllocationFailure, Place, ResidentModel
 from ..engines.loaded_model import LoadedModel
 from ..engines.manager import EngineManager
-from ..errors import ApiError
+from ..errors import ApiError, unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,11 @@ class EvictedModel:
         return self.config.name
 
     def unavailable(self) -> ApiError:
-        return ApiError(
-            503,
+        return unavailable(
             f"{self.name} was evicted {self.reason}, and requests do not load models here "
             f"(memory.load_on_request). Ask the owner to load it again: llmbox load {self.name}",
             "model_evicted",
-            type="server_error",
-            headers={"Retry-After": "60"},
+            retry_after=60,
         )
 
 
@@ -205,11 +203,9 @@ def no_room(name: str, room: AllocationFailure, residents: Sequence[ResidentMode
     if not room.blockers:
         return ApiError(400, f"{text}: the memory budget is too small for it.", "does_not_fit")
     why = {each.name: each.claim for each in residents}
-    return ApiError(
-        503,
+    return unavailable(
         f"{text} while {', '.join(f'{blocker} is {why[blocker]}' for blocker in room.blockers)}. "
         "Try again later, or ask the owner to unload one.",
         "memory_busy",
-        type="server_error",
-        headers={"Retry-After": "5"},
+        retry_after=5,
     )

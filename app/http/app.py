@@ -217,7 +217,7 @@ def _openapi_route(routes: Sequence[ControllerRouterHandler], version: str) -> C
     made: list[bytes] = []
     lock = asyncio.Lock()
 
-    @get("/openapi.json", opt={"access": Access.KNOWN}, name="openapi", include_in_schema=False)
+    @get("/openapi.json", opt={"access": Access.KNOWN}, include_in_schema=False)
     async def openapi() -> Response[bytes]:
         async with lock:
             if not made:  # takes a fraction of a second: built off the event loop, on the first request

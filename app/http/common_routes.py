@@ -75,7 +75,7 @@ class Version(msgspec.Struct):
     python: str
 
 
-@get("/", media_type=MediaType.TEXT, sync_to_thread=False, opt={"access": Access.LIVENESS}, name="index")
+@get("/", media_type=MediaType.TEXT, sync_to_thread=False, opt={"access": Access.LIVENESS})
 def index(request: StrictRequest) -> Response[str]:
     """Return a start page to browsers, and to programs the text that Ollama's clients look for."""
     is_page = wants_page(request)
@@ -83,7 +83,7 @@ def index(request: StrictRequest) -> Response[str]:
     return Response(body, media_type=kind, headers={"Vary": "Accept"})
 
 
-@get("/health", sync_to_thread=False, opt={"access": Access.LIVENESS}, name="health")
+@get("/health", sync_to_thread=False, opt={"access": Access.LIVENESS})
 def health() -> Health:
     """Report that the daemon's event loop answers."""
     return Health("ok")
@@ -95,14 +95,13 @@ def health() -> Health:
     status_code=200,
     sync_to_thread=False,
     opt={"access": Access.LIVENESS},
-    name="ping",
 )
 def ping() -> Health:
     """Report liveness under the path that SageMaker's and vLLM's clients use."""
     return Health("ok")
 
 
-@get("/load", sync_to_thread=False, opt={"access": Access.KNOWN}, name="server_load")
+@get("/load", sync_to_thread=False, opt={"access": Access.KNOWN})
 def server_load(request: StrictRequest) -> ServerLoad:
     """Return the number of requests under way, for load balancers (vLLM's)."""
     return ServerLoad(request.services.gateway.open_count)
@@ -112,7 +111,6 @@ def server_load(request: StrictRequest) -> ServerLoad:
     "/ready",
     sync_to_thread=False,
     opt={"access": Access.KNOWN},
-    name="ready",
     responses={503: ResponseSpec(ReadyAnswer, description="The named cause", generate_examples=False)},
 )
 def ready(request: StrictRequest) -> Response[ReadyAnswer]:
@@ -146,13 +144,13 @@ def _ready_answer(readiness: Readiness, caller: Identity) -> ReadyAnswer:
     )
 
 
-@get("/metrics", media_type=CONTENT_TYPE, sync_to_thread=False, opt={"access": Access.READ}, name="metrics")
+@get("/metrics", media_type=CONTENT_TYPE, sync_to_thread=False, opt={"access": Access.READ})
 def metrics(request: StrictRequest) -> bytes:
     """Return Prometheus text under vLLM's names."""
     return request.services.metrics.render()
 
 
-@get("/version", sync_to_thread=False, opt={"access": Access.KNOWN}, name="version")
+@get("/version", sync_to_thread=False, opt={"access": Access.KNOWN})
 def version(request: StrictRequest) -> Version:
     return Version(request.services.version, platform.python_version())
 
@@ -164,7 +162,7 @@ class UnloadOneRequest(Struct, forbid_unknown_fields=True):
     model: Name
 
 
-@post("/v1/load", status_code=200, name="load", operation_id="loadModel")
+@post("/v1/load", status_code=200, operation_id="loadModel")
 async def load(request: StrictRequest, data: Annotated[LoadRequest, Body()]) -> Response[ModelCard]:
     """Load a model that is on disk, and answer once it is ready. Loading outlasts the connection."""
     control: DaemonController = request.app.state.control
@@ -183,7 +181,7 @@ async def load(request: StrictRequest, data: Annotated[LoadRequest, Body()]) -> 
     return Response(card)
 
 
-@post("/v1/unload", status_code=200, name="unload", operation_id="unloadModel")
+@post("/v1/unload", status_code=200, operation_id="unloadModel")
 async def unload(request: StrictRequest, data: Annotated[UnloadOneRequest, Body()]) -> UnloadedModels:
     """Unload a model from memory. Requests that it is answering end with an error."""
     control: DaemonController = request.app.state.control
@@ -224,13 +222,7 @@ class UnloadAdapterRequest(Struct, kw_only=True):
     """Not read: names are unique."""
 
 
-@post(
-    "/v1/load_lora_adapter",
-    status_code=200,
-    media_type=MediaType.TEXT,
-    name="load_lora_adapter",
-    operation_id="loadLoraAdapter",
-)
+@post("/v1/load_lora_adapter", status_code=200, media_type=MediaType.TEXT, operation_id="loadLoraAdapter")
 async def load_lora_adapter(request: StrictRequest, data: Annotated[LoadAdapterRequest, Body()]) -> str:
     """Add a LoRA adapter from a folder on the box (vLLM's), as `llmbox lora add` does."""
     control: DaemonController = request.app.state.control
@@ -250,13 +242,7 @@ async def load_lora_adapter(request: StrictRequest, data: Annotated[LoadAdapterR
     return f"Success: LoRA adapter '{data.lora_name}' added successfully."
 
 
-@post(
-    "/v1/unload_lora_adapter",
-    status_code=200,
-    media_type=MediaType.TEXT,
-    name="unload_lora_adapter",
-    operation_id="unloadLoraAdapter",
-)
+@post("/v1/unload_lora_adapter", status_code=200, media_type=MediaType.TEXT, operation_id="unloadLoraAdapter")
 async def unload_lora_adapter(request: StrictRequest, data: Annotated[UnloadAdapterRequest, Body()]) -> str:
     """Remove a LoRA adapter (vLLM's), as `llmbox lora rm` does. Requests that run with it finish."""
     control: DaemonController = request.app.state.control

@@ -124,7 +124,7 @@ def _message(body: bytes, status: int) -> str:
     return f"The daemon answered with HTTP {status}. See llmbox logs."
 
 
-@post("/mcp", status_code=200, name="mcp")
+@post("/mcp", status_code=200)
 async def receive_message(request: StrictRequest) -> Response[Any]:
     """Answer one message: with JSON, or with events where the client asked for progress."""
     try:
@@ -151,7 +151,7 @@ async def receive_message(request: StrictRequest) -> Response[Any]:
     return Response(answer, headers=headers)
 
 
-@delete("/mcp", status_code=204, sync_to_thread=False, name="mcp_end")
+@delete("/mcp", status_code=204, sync_to_thread=False)
 def end_session(request: StrictRequest) -> None:
     sessions: McpSessions = request.app.state.mcp_sessions
     sessions.close(request.headers.get(SESSION, ""), services_and_owner(request)[1])

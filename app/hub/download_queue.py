@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -51,16 +50,17 @@ def read_kept(file: Path) -> list[tuple[Download, bool]]:
 
 
 def write_kept(file: Path, downloads: Iterable[Download]) -> None:
-    """Write unfinished downloads; without any the file is deleted. Raises OSError."""
+    """Write unfinished downloads; without any the file is deleted. Raises OSError.
+
+    It is written on the event loop, so nothing waits for the disk, which a download keeps busy: a power cut
+    may lose the newest state.
+    """
     rows = [_row(each) for each in downloads if each.state not in {"ready", "cancelled"}]
     if not rows:
         file.unlink(missing_ok=True)
         return
     fresh = file.with_suffix(".new")
-    with fresh.open("w") as out:
-        json.dump({"schema": 2, "downloads": rows}, out)
-        out.flush()
-        os.fsync(out.fileno())
+    fresh.write_text(json.dumps({"schema": 2, "downloads": rows}))
     fresh.replace(file)
 
 
@@ -185,10 +185,10 @@ class Downloads:
         download = self.get(model)
         if download.state in {"ready", "cancelled"}:
             raise _not_now(download, "cancelled")
-        task = self._tasks.get(model)
+        task = self._tasks.get(download.model)
         self._halt(download, "cancelled")
         cleaning = asyncio.create_task(self._clean(download, task))
-        self._tasks[model] = cleaning  # a new pull of it waits for this one
+        self._tasks[download.model] = cleaning  # a new pull of it waits for this one
         await asyncio.wait({cleaning}, timeout=PATIENCE)
         return download
 
@@ -199,9 +199,9 @@ class Downloads:
             raise _not_now(download, "dismissed")
         if download.state == "failed":
             await self.cancel(model)
-        self._all.pop(model, None)
+        self._all.pop(download.model, None)
         self._save()
-        self._events.publish("download.dismissed", {"model": model})
+        self._events.publish("download.dismissed", {"model": download.model})
         return download
 
     def _drop_empty_failures(self) -> None:
@@ -319,9 +319,8 @@ class Downloads:
                     download.rate = (
                         rate if download.rate is None else download.rate + 0.3 * (rate - download.rate)
                     )
-                    self._events.publish(
-                        "download.progress", download.as_dict(with_files=False), remember=False
-                    )
+                    event = download.as_dict(with_files=False)
+                    self._events.publish("download.progress", event, remember=False)
                 before[download.model] = (now, done)
             await asyncio.sleep(TICK)
 

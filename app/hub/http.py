@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from email.message import Message
+from functools import partial
 from typing import IO, Any, Final
 from urllib.parse import urlsplit
 
@@ -28,10 +29,6 @@ class ConnectionSet:
         self._lock = threading.Lock()
         self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._is_cut = False
-
-    def handlers(self) -> tuple[urllib.request.BaseHandler, ...]:
-        """Return handlers for an opener whose connections belong to this set."""
-        return _Http(self), _Https(self)
 
     def add(self, wire: socket.socket) -> None:
         with self._lock:
@@ -53,36 +50,29 @@ def _shut(wire: socket.socket) -> None:
         socket.socket.shutdown(wire, socket.SHUT_RDWR)
 
 
-class _Http(urllib.request.HTTPHandler):
+class ConnectionHandler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Handler of http and https whose connections belong to a set."""
+
     def __init__(self, wires: ConnectionSet) -> None:
         super().__init__()
         self._wires = wires
 
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        wires = self._wires
-
-        class Wired(http.client.HTTPConnection):
-            def connect(self) -> None:
-                super().connect()
-                wires.add(self.sock)
-
-        return self.do_open(Wired, req)
-
-
-class _Https(urllib.request.HTTPSHandler):
-    def __init__(self, wires: ConnectionSet) -> None:
-        super().__init__()
-        self._wires = wires
+        return self.do_open(partial(self._connect, http.client.HTTPConnection), req)
 
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        wires = self._wires
+        return self.do_open(partial(self._connect, http.client.HTTPSConnection), req)
 
-        class Wired(http.client.HTTPSConnection):
-            def connect(self) -> None:
-                super().connect()
-                wires.add(self.sock)
+    def _connect(self, kind: type[http.client.HTTPConnection], *arguments: Any, **options: Any) -> Any:
+        wired = kind(*arguments, **options)
+        connect = wired.connect
 
-        return self.do_open(Wired, req)
+        def connect_and_add() -> None:
+            connect()
+            self._wires.add(wired.sock)
+
+        wired.connect = connect_and_add  # type: ignore[method-assign]
+        return wired
 
 
 USER_AGENT = "llmbox"
@@ -127,7 +117,7 @@ class HubHttpClient:
             request.add_unredirected_header("Authorization", f"Bearer {self.token}")
         if start or end is not None:
             request.add_header("Range", f"bytes={start}-{'' if end is None else end - 1}")
-        opener = urllib.request.build_opener(redirects, *self._wires.handlers())
+        opener = urllib.request.build_opener(redirects, ConnectionHandler(self._wires))
         try:
             with opener.open(request, timeout=self._timeout) as response:
                 yield _answer(response, redirects.etag)

@@ -1,9 +1,10 @@
 """Repository listing at one commit, and the choice of files that serving needs."""
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -246,20 +247,15 @@ def no_weights(listing: RepoListing) -> HubError:
     return HubError("no_weights", f"{listing.repo} has no weights that can be served", why, fix)
 
 
-class asking:  # noqa: N801 - a context manager
+@contextlib.contextmanager
+def asking(web: HubHttpClient, what: str) -> Iterator[None]:
     """Convert errors of the hub's client to ours."""
-
-    def __init__(self, web: HubHttpClient, what: str) -> None:
-        self._web = web
-        self._what = what
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is None or isinstance(error, HubError) or not isinstance(error, Exception):
-            return
-        raise _translated(error, self._web, self._what) from error
+    try:
+        yield
+    except HubError:
+        raise
+    except Exception as error:
+        raise _translated(error, web, what) from error
 
 
 def _translated(error: Exception, web: HubHttpClient, what: str) -> HubError:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ApiError
+from ..errors import ApiError, unavailable
 
 
 class Drain:
@@ -43,9 +43,7 @@ class Drain:
 
 def shutting_down() -> ApiError:
     """Error 503 that ends open work when the drain expires."""
-    return ApiError(
-        503, "llmbox is shutting down.", "shutting_down", None, "server_error", {"Retry-After": "5"}
-    )
+    return unavailable("llmbox is shutting down.", "shutting_down", retry_after=5)
 
 
 @dataclass(slots=True)

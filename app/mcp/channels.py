@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from ..hub.http import ConnectionSet
+from ..hub.http import ConnectionHandler, ConnectionSet
 from ..util.threads import in_thread
 from .protocol import METHOD_NOT_FOUND, VERSIONS, RpcError, check_message, error_response
 
@@ -142,7 +142,8 @@ class StdioChannel:
             return
         if "method" in message:
             if "id" in message:
-                await self._write(_reply(message))
+                with contextlib.suppress(ServerProblem):  # it reads no more, and may still answer
+                    await self._write(_reply(message))
             return
         answer = self._waiting.get(message.get("id", 0))
         if answer is None or answer.done():
@@ -251,7 +252,7 @@ class HttpChannel:
             headers["Mcp-Session-Id"] = self._session
         data = None if message is None else msgspec.json.encode(message)
         request = urllib.request.Request(self._url, data, headers, method=method)  # noqa: S310 - checked
-        opener = urllib.request.build_opener(_NoRedirects(), *connections.handlers())
+        opener = urllib.request.build_opener(_NoRedirects(), ConnectionHandler(connections))
         try:
             with opener.open(request, timeout=timeout) as response:
                 self._session = response.headers.get("Mcp-Session-Id", self._session)

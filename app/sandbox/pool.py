@@ -21,7 +21,7 @@ from typing import Any
 
 from llmbox.engine.hardware.proc import read_state
 
-from ..errors import ApiError
+from ..errors import ApiError, unavailable
 from .worker import ATTACHED
 
 ATTEMPT_SECONDS, SECOND_ATTEMPT_SECONDS = 1.2, 0.8
@@ -240,13 +240,7 @@ def workers_busy() -> ApiError:
 
 
 def _unavailable(why: str, code: str, retry_after: int) -> ApiError:
-    return ApiError(
-        503,
-        f"The request could not be prepared: {why}",
-        code=code,
-        type="server_error",
-        headers={"Retry-After": str(retry_after)},
-    )
+    return unavailable(f"The request could not be prepared: {why}", code, retry_after=retry_after)
 
 
 def job(template: str, variables: dict[str, Any]) -> bytes:

@@ -141,8 +141,8 @@ class Security:
         """Caller of a background request of `owner` (a key's id, or empty); None once the key is gone."""
         if not owner:
             return Identity("local", is_background=True)
-        key = next((each for each in self.keys.list() if each.id == owner), None)
-        if key is None or not self.keys.is_good(key.digest):
+        key = self.keys.by_id(owner)
+        if key is None or key.is_expired():
             return None
         return Identity("key", key, None, self.meters.of(key), is_background=True)
 
@@ -157,7 +157,7 @@ class Security:
         key.
         """
         if identity.key is not None:
-            return self.keys.is_good(identity.key.digest)
+            return self.keys.by_digest(identity.key.digest) is not None
         return identity.session is None or self._is_valid(identity.session)
 
     def may_read(self, identity: Identity, owner: str) -> bool:
@@ -179,7 +179,7 @@ class Security:
 
     def _key_of(self, identity: Identity) -> ApiKey | None:
         digest = None if identity.session is None else identity.session.key_digest
-        return next((each for each in self.keys.list() if each.digest == digest), identity.key)
+        return identity.key if digest is None else self.keys.by_digest(digest)
 
     def is_owner(self, identity: Identity) -> bool:
         """Return whether it is the box's own user: over the unix socket, or signed in by a printed link."""
@@ -203,4 +203,4 @@ class Security:
         """Return whether a session is valid. One opened with a key ends with the key."""
         if not self.sessions.is_alive(session):
             return False
-        return session.key_digest is None or self.keys.is_good(session.key_digest)
+        return session.key_digest is None or self.keys.by_digest(session.key_digest) is not None

@@ -8,13 +8,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from .record import first_line
 from .writer import RequestLog
-
-if TYPE_CHECKING:
-    from sqlalchemy import Engine
 
 log = logging.getLogger(__name__)
 
@@ -145,15 +141,13 @@ class BatchStore:
         """Batches that have not ended. Waits until the file is opened for another reason."""
         found: Future[list[Batch]] = Future()
 
-        def read(engine: "Engine | None") -> None:
-            try:
-                found.set_result([] if engine is None else _sql().unfinished(engine))
-            except Exception as error:  # noqa: BLE001 - a damaged file: new batches run all the same
-                log.warning("batches of an earlier start cannot be read: %s", first_line(error))
-                found.set_result([])
+        def give_up(why: str) -> None:  # new batches run all the same
+            log.warning("batches of an earlier start cannot be read: %s", why)
+            found.set_result([])
 
-        # A cancelled future takes no result: setting one would end the writer thread.
-        return await asyncio.shield(asyncio.wrap_future(found)) if self._log.submit(read) else []
+        if not self._log.submit(lambda engine: found.set_result(_sql().unfinished(engine)), failed=give_up):
+            return []
+        return await asyncio.shield(asyncio.wrap_future(found))  # the writer thread sets it, come what may
 
 
 def _sql() -> Any:

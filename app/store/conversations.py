@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Generic, Literal, TypeVar
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -20,12 +20,7 @@ from msgspec.structs import replace
 
 from ..errors import ApiError
 from ..util.atomic_file import locked, write_whole
-from .record import first_line
 from .writer import RequestLog
-
-if TYPE_CHECKING:
-    from sqlalchemy import Engine
-
 
 T = TypeVar("T", bound=Struct)
 
@@ -228,18 +223,10 @@ class ToolServerSecrets:
 
     def take_from(self, requests: RequestLog) -> None:
         """Have the secrets moved here that an older version left in the database, once that is open."""
-
-        def move(engine: "Engine | None") -> None:
-            if engine is None:
-                return
-            from .queries.conversations import move_secrets  # noqa: PLC0415 - see `RequestLog`
-
-            try:
-                move_secrets(engine, self)
-            except Exception as error:  # noqa: BLE001 - it would end the log's thread
-                log.warning("secrets of MCP servers stay in the request log: %s", first_line(error))
-
-        requests.submit(move)
+        requests.submit(
+            lambda engine: _sql().move_secrets(engine, self),
+            failed=lambda why: log.warning("secrets of MCP servers may stay in the request log: %s", why),
+        )
 
     def save(self, owner: str, name: str, spec: ChatToolServer) -> None:
         """Keep a server's secrets in place of those kept before."""

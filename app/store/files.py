@@ -18,7 +18,7 @@ from typing import IO
 import msgspec
 from msgspec import Struct
 
-from ..errors import ApiError
+from ..errors import ApiError, unavailable
 
 _ID = re.compile(r"file-[0-9a-f]{24}")
 _CHUNK = 1 << 18
@@ -151,12 +151,10 @@ class FileStore:
         except OSError as error:
             fresh.unlink(missing_ok=True)
             self._erase(file.id)
-            raise ApiError(
-                503,
+            raise unavailable(
                 f"The file cannot be kept: {error.strerror or 'the disk refused it'}.",
-                code="file_storage_unavailable",
-                type="server_error",
-                headers={"Retry-After": "60"},
+                "file_storage_unavailable",
+                retry_after=60,
             ) from error
         return file
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from .record import first_line
 from .writer import RequestLog
 
 if TYPE_CHECKING:
@@ -87,19 +86,14 @@ class StoredAnswers:
         )
 
     def _submit(self, owner: str, size: int, work: "Callable[[Engine], int]") -> bool:
-        def write(engine: "Engine | None") -> None:
-            if engine is None:
-                self._log.drop(1, "the file cannot be opened")
-                return
+        def write(engine: "Engine") -> None:
             owners = self._log.keep.owners
             if owner and owners is not None and owner not in owners():
                 return  # its key was revoked while it was generated
-            try:
-                self._log.wrote(work(engine))
-            except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file
-                self._log.drop(1, f"an answer cannot be stored: {first_line(error)}")
+            self._log.wrote(work(engine))
 
-        return self._log.submit(write, size)
+        failed = lambda why: self._log.drop(1, f"an answer cannot be stored: {why}")  # noqa: E731
+        return self._log.submit(write, size, failed=failed)
 
     async def remove_item(self, kind: Kind, owner: str, id_: str, item: str) -> bool:
         """Delete an item of its `input` and overwrite it. Returns False if there is no such item."""

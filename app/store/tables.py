@@ -2,8 +2,8 @@
 `migrations/versions`.
 """
 
-from sqlalchemy import Column, ColumnElement, Engine, ForeignKey, Index, Integer, delete, select
-from sqlmodel import Field, SQLModel, col
+from sqlalchemy import Column, ColumnElement, Engine, ForeignKey, Index, Integer, delete
+from sqlmodel import Field, SQLModel
 
 from .database import give_back_space
 
@@ -204,18 +204,3 @@ def delete_rows(engine: Engine, table: type[SQLModel], which: ColumnElement[bool
     if found:
         give_back_space(engine)
     return found
-
-
-def delete_owners_but(
-    engine: Engine,
-    table: type[BatchRow | ConversationRow | PanelItemRow | StoredRow],
-    known: frozenset[str],
-) -> int:
-    """Delete the rows of keys that are not `known` and return their number. Rows without an owner stay. Disk
-    space is freed separately.
-    """
-    owner = col(table.owner)
-    with engine.begin() as connection:
-        owners = connection.execute(select(owner).distinct()).scalars().all()
-        gone = [each for each in owners if each and each not in known]
-        return sum(connection.execute(delete(table).where(owner == each)).rowcount for each in gone)

@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .record import (
     Content,
@@ -51,6 +50,10 @@ _CATCH_UP_S = 0.5
 _SAY_DROPPED_EVERY_S = 60.0
 T = TypeVar("T")
 _Item = tuple[RequestRecord, ContentDraft | None, Sequence[bytes]]
+
+
+def _warn(why: str) -> None:
+    log.warning("a change of the request log failed: %s", why)
 
 
 class RequestLog:
@@ -104,29 +107,18 @@ class RequestLog:
         """Queue the times of a row that was written without. Never blocks; they are lost where `write` would
         lose the row.
         """
-
-        def add(engine: "Engine | None") -> None:
-            from .queries import requests as queries  # noqa: PLC0415
-
-            try:
-                queries.add_times(_require_open(engine), record, times)
-            except Exception as error:  # noqa: BLE001 - as with rows: say, go on
-                log.warning("the times of %s were not kept: %s", record.id, first_line(error))
-
         if not self._discards:
-            self.submit(add, sum(map(len, times)))
+            self.submit(
+                lambda engine: _sql().add_times(engine, record, times),
+                sum(map(len, times)),
+                failed=lambda why: log.warning("the times of %s were not kept: %s", record.id, why),
+            )
 
     async def get_times(self, request_id: str) -> list[bytes]:
         """Get the encoded times of a request's sequences, in the order of their ends, after everything that
         was written before. Raises StoreError.
         """
-
-        def get(engine: "Engine") -> list[bytes]:
-            from .queries import requests as queries  # noqa: PLC0415
-
-            return queries.times_of(engine, request_id)
-
-        return await self.ask(get)
+        return await self.ask(lambda engine: _sql().times_of(engine, request_id))
 
     async def query(self, want: RecordFilter) -> list[tuple[int, RequestRecord]]:
         """Return (sequence number, record), newest first. Raises StoreError.
@@ -144,26 +136,20 @@ class RequestLog:
         """Get one record with its content. The caller checks whether the content may be shown. Raises
         StoreError.
         """
-        return await asyncio.to_thread(self._read, lambda queries, engine: queries.get(engine, request_id))
+        return await asyncio.to_thread(self._read, lambda engine: _sql().get(engine, request_id))
 
     async def earlier_contents(self, record: RequestRecord) -> list[tuple[str, Content]]:
         """Get (request id, content) of the latest requests of the owner and model of `record` before it,
         newest first. Raises StoreError.
         """
-        return await asyncio.to_thread(self._read, lambda queries, engine: queries.earlier(engine, record))
+        return await asyncio.to_thread(self._read, lambda engine: _sql().earlier(engine, record))
 
     async def purge(self, before: float, what: "What" = "requests") -> int:
         """Erase data created before a Unix time. Returns the number of rows, contents and stored answers.
 
         Waits for queued writes and for the disk. Raises StoreError unless everything was erased.
         """
-
-        def erase(engine: "Engine") -> int:
-            from .queries.requests import purge  # noqa: PLC0415
-
-            return purge(engine, self.path, before, what)
-
-        return await self.ask(erase)
+        return await self.ask(lambda engine: _sql().purge(engine, self.path, before, what))
 
     async def ask(self, call: "Callable[[Engine], T]") -> T:
         """Run `call` in the writer thread, after everything written before. Raises StoreError.
@@ -171,15 +157,11 @@ class RequestLog:
         It runs even if the caller is cancelled.
         """
         done: Future[T] = Future()
-
-        def run(engine: "Engine | None") -> None:
-            try:
-                done.set_result(call(_require_open(engine)))
-            except Exception as error:  # noqa: BLE001 - handed to the caller
-                done.set_exception(error if isinstance(error, StoreError) else StoreError(first_line(error)))
-
         self._wanted.set()
-        if not self.submit(run):
+        if not self.submit(
+            lambda engine: done.set_result(call(engine)),
+            failed=lambda why: done.set_exception(StoreError(why)),
+        ):
             raise StoreError("the queue of the request log is full; try again")
         try:
             # A cancelled future takes no result: setting one would end the writer thread.
@@ -188,8 +170,11 @@ class RequestLog:
         except TimeoutError:
             raise StoreError("the request log is still busy; the operation runs later") from None
 
-    def submit(self, call: "Callable[[Engine | None], None]", size: int = 0) -> bool:
-        """Run `call` in the writer thread, with None while the file cannot be opened. It must not raise.
+    def submit(
+        self, call: "Callable[[Engine], object]", size: int = 0, *, failed: Callable[[str], None] = _warn
+    ) -> bool:
+        """Run `call` in the writer thread. `failed` gets the reason there if the file cannot be opened, or if
+        `call` raised.
 
         `size`: bytes that it holds while it waits. Never blocks; returns False when the queue is full.
         """
@@ -198,7 +183,11 @@ class RequestLog:
 
         def run() -> None:
             try:
+                if self._engine is None:
+                    raise StoreError("the request log cannot be opened; the daemon's log says why")  # noqa: TRY301
                 call(self._engine)
+            except Exception as error:  # noqa: BLE001 - it would end the writer thread
+                failed(first_line(error))
             finally:
                 self._room.give_back(size)
 
@@ -221,11 +210,17 @@ class RequestLog:
         """Count written bytes. Called from the writer thread."""
         self._trimmer.wrote(size)
 
-    async def read(self, call: "Callable[[Engine], T]", nothing: T) -> T:
-        """Run `call` in a thread. Returns `nothing` if the file cannot be opened. Raises StoreError."""
+    async def read(self, call: "Callable[[Engine], T]", nothing: T, what: str) -> T:
+        """Run `call` in a thread. Returns `nothing` if the file cannot be opened, or if it is locked or
+        damaged, which the log says: pages show the rest. `what`: what is read.
+        """
 
         def run() -> T:
-            return self._read(lambda _, engine: call(engine)) if self._is_open() else nothing
+            try:
+                return self._read(call) if self._is_open() else nothing
+            except Exception as error:  # noqa: BLE001 - see above
+                log.warning("%s cannot be read from the request log: %s", what, first_line(error))
+                return nothing
 
         return await asyncio.to_thread(run)
 
@@ -247,23 +242,21 @@ class RequestLog:
         if self._is_open() and self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self.flush(_CATCH_UP_S)
-        return self._read(lambda queries, engine: queries.find(engine, want))
+        return self._read(lambda engine: _sql().find(engine, want))
 
     def _is_open(self) -> bool:
         self._wanted.set()
         self._opened.wait(_OPENS_WITHIN_S)
         return self._engine is not None
 
-    def _read(self, run: "Callable[[ModuleType, Engine], T]") -> T:
+    def _read(self, run: "Callable[[Engine], T]") -> T:
         if not self._is_open() or self._engine is None:
             raise StoreError("the file cannot be opened; the daemon's log says why")
         # Imported already: two threads that import SQLAlchemy at once may find half a module.
         from sqlalchemy.exc import DatabaseError  # noqa: PLC0415
 
-        from .queries import requests as queries  # noqa: PLC0415
-
         try:
-            return run(queries, self._engine)
+            return run(self._engine)
         except DatabaseError as error:
             raise StoreError(first_line(error)) from error
 
@@ -331,11 +324,9 @@ class RequestLog:
             self._room.give_back(draft.size)
 
     def _insert_now(self, entries: "Sequence[Entry]") -> None:
-        from .queries import requests as queries  # noqa: PLC0415
-
         if self._engine is None:
             raise StoreError("the file cannot be opened")
-        queries.add(self._engine, entries)
+        _sql().add(self._engine, entries)
         kept = (content for _, content, _ in entries if content is not None)
         self.wrote(sum(_ROW_BYTES + sum(map(len, times)) for _, _, times in entries))
         self.wrote(sum(c.body_bytes + c.prompt_bytes + c.output_bytes for c in kept))
@@ -363,7 +354,7 @@ class RequestLog:
         return True
 
 
-def _require_open(engine: "Engine | None") -> "Engine":
-    if engine is None:
-        raise StoreError("the request log cannot be opened; the daemon's log says why")
-    return engine
+def _sql() -> Any:
+    from .queries import requests  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
+
+    return requests

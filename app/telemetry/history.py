@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from ..store import RequestLog
+from ..util.threads import off_loop
 from .snapshot import NA, Number, Tick
 
 if TYPE_CHECKING:
@@ -87,22 +88,13 @@ class History:
         yet.
         """
         recent = {time: series for each, time, series in self._unwritten if each == step}
-        rows = dict(await self._on_disk(step, since))
+        find = lambda engine: _sql().find_telemetry(engine, step, since)  # noqa: E731
+        rows = dict[int, str](await self._store.read(find, [], "the telemetry history"))
         rows |= {time: series for time, series in recent.items() if time >= since}
-        points = {time: msgspec.json.decode(rows[time], type=dict[str, float]) for time in sorted(rows)}
-        if (bucket := self._open.get(step)) is not None and bucket.time >= since:
-            points[bucket.time] = bucket.means()
-        wanted = sorted({name for point in points.values() for name in point}) if names is None else names
-        return Chart(
-            step, list(points), {name: [point.get(name) for point in points.values()] for name in wanted}
-        )
-
-    async def _on_disk(self, step: int, since: int) -> list[tuple[int, str]]:
-        try:
-            return await self._store.read(lambda engine: _find(engine, step, since), [])
-        except Exception as error:  # noqa: BLE001 - a damaged file: what is in memory is still shown
-            log.warning("the telemetry history cannot be read: %s", str(error).splitlines()[0])
-            return []
+        bucket = self._open.get(step)
+        newest = {} if bucket is None or bucket.time < since else {bucket.time: bucket.means()}
+        size = sum(map(len, rows.values()))  # a month is some 10 MB: a second of work
+        return await off_loop(size, lambda: _build_chart(step, rows, newest, names))
 
     def close(self) -> None:
         """Hand the remaining points to the store, which writes them before it closes."""
@@ -123,12 +115,19 @@ class History:
         self._writing = True
         loop = asyncio.get_running_loop()
 
-        def write(engine: "Engine | None") -> None:
-            written = _add(engine, rows, now)
+        def report(*, written: bool) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: these were the last points
                 loop.call_soon_threadsafe(self._written, len(rows), written)
 
-        if not self._store.submit(write):
+        def write(engine: "Engine") -> None:
+            _sql().add_telemetry(engine, rows, KEEP, now)
+            report(written=True)
+
+        def give_up(why: str) -> None:
+            log.debug("telemetry history: %d points lost: %s", len(rows), why)
+            report(written=False)
+
+        if not self._store.submit(write, failed=give_up):
             self._written(len(rows), written=False)
 
     def _written(self, count: int, written: bool) -> None:
@@ -137,20 +136,15 @@ class History:
         del self._unwritten[:count]
 
 
-def _add(engine: "Engine | None", rows: list[tuple[int, int, str]], now: int) -> bool:
-    if engine is None:
-        return False
-    try:
-        _sql().add_telemetry(engine, rows, KEEP, now)
-    except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file: points are lost, no more
-        log.debug("telemetry history: %d points lost: %s", len(rows), str(error).splitlines()[0])
-        return False
-    return True
-
-
-def _find(engine: "Engine", step: int, since: int) -> list[tuple[int, str]]:
-    found: list[tuple[int, str]] = _sql().find_telemetry(engine, step, since)
-    return found
+def _build_chart(
+    step: int, rows: Mapping[int, str], newest: Mapping[int, dict[str, float]], names: Iterable[str] | None
+) -> Chart:
+    points = {time: msgspec.json.decode(rows[time], type=dict[str, float]) for time in sorted(rows)}
+    points.update(newest)
+    wanted = sorted({name for point in points.values() for name in point}) if names is None else names
+    return Chart(
+        step, list(points), {name: [point.get(name) for point in points.values()] for name in wanted}
+    )
 
 
 def _sql() -> Any:
@@ -293,7 +287,8 @@ class Annotations:
     async def since(self, begin: float, most: int = MOST) -> list[Annotation]:
         """Annotations since `begin`, newest first."""
         self._end_refusals()
-        marks = {*await self._on_disk(begin, most), *(mark for mark in self._recent if mark.time >= begin)}
+        found = await self._store.read(lambda engine: _find_annotations(engine, begin, most), [], "marks")
+        marks = {*found, *(mark for mark in self._recent if mark.time >= begin)}
         return sorted(marks, key=lambda mark: (mark.time, mark.kind, mark.model), reverse=True)[:most]
 
     def close(self) -> None:
@@ -316,14 +311,10 @@ class Annotations:
     def _add(self, mark: Annotation) -> None:
         self._recent.append(mark)
         oldest = mark.time - KEPT_S
-        self._store.submit(lambda engine: _write(engine, mark, oldest))
-
-    async def _on_disk(self, begin: float, most: int) -> list[Annotation]:
-        try:
-            return await self._store.read(lambda engine: _find_annotations(engine, begin, most), [])
-        except Exception as error:  # noqa: BLE001 - a damaged file: what is in memory is still shown
-            log.warning("marks of the telemetry cannot be read: %s", str(error).splitlines()[0])
-            return []
+        self._store.submit(
+            lambda engine: _sql().add_annotation(engine, mark.time, mark.kind, mark.model, mark.text, oldest),
+            failed=lambda why: log.debug("telemetry mark lost: %s", why),
+        )
 
 
 def _format_event(kind: str, data: dict[str, Any]) -> tuple[str, str] | None:
@@ -341,15 +332,6 @@ def _format_event(kind: str, data: dict[str, Any]) -> tuple[str, str] | None:
         case "model.failed":
             return "failure", cause
     return None
-
-
-def _write(engine: "Engine | None", mark: Annotation, oldest: float) -> None:
-    if engine is None:
-        return
-    try:
-        _sql().add_annotation(engine, mark.time, mark.kind, mark.model, mark.text, oldest)
-    except Exception as error:  # noqa: BLE001 - full disk, locked or damaged file: a mark is lost, no more
-        log.debug("telemetry mark lost: %s", str(error).splitlines()[0])
 
 
 def _find_annotations(engine: "Engine", begin: float, most: int) -> list[Annotation]:

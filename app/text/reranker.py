@@ -22,7 +22,7 @@ from llmbox.engine.ipc.profile_messages import AskRows, WeightRows
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.kernels.quant_formats import QUANTS
 
-from ..errors import ApiError
+from ..errors import ApiError, unavailable
 from ..models.catalog import read_config
 from ..models.gguf_folders import head_rows, score_rows, weights_of
 from ..sandbox.pool import TemplatePool, job
@@ -51,13 +51,8 @@ class Reranker:
         """Return the relevance from 0 to 1. `pooled`: the last hidden state, or the logit that an encoder
         gave, little-endian float32.
         """
-        states = array("f", pooled)
-        if sys.byteorder == "big":
-            states.byteswap()
-        products = [math.fsum(map(float.__mul__, states, row)) for row in self.rows] or list(states)
-        logits = [self._capped(self.scale * product) for product in products]
-        score = logits[0] - sum(logits[1:])
-        return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
+        logits = [self._capped(self.scale * product) for product in _products(pooled, self.rows)]
+        return _sigmoid(logits[0] - sum(logits[1:]))
 
     def _capped(self, logit: float) -> float:
         return logit if self.cap is None else self.cap * math.tanh(logit / self.cap)
@@ -125,12 +120,10 @@ def reranker_of(folder: Path, found: WeightRows | None) -> Reranker:
 def _answered(found: WeightRows | None) -> list[list[float]]:
     """Return the rows that the engine read. Raises ApiError 503 if it did not answer."""
     if found is None:
-        raise ApiError(
-            503,
+        raise unavailable(
             "The engine did not return the weights for scoring: it is busy or restarting.",
-            code="engine_busy",
-            type="server_error",
-            headers={"Retry-After": "1"},
+            "engine_busy",
+            retry_after=1,
         )
     return found.rows
 
@@ -189,10 +182,7 @@ class Classifier:
         """Return the probability of each class. `pooled`: the last hidden state, or an encoder's logits,
         little-endian float32.
         """
-        states = array("f", pooled)
-        if sys.byteorder == "big":
-            states.byteswap()
-        logits = [math.fsum(map(float.__mul__, states, row)) for row in self.rows] or list(states)
+        logits = _products(pooled, self.rows)
         if not self.is_exclusive:
             return [_sigmoid(logit) for logit in logits]
         highest = max(logits)
@@ -249,6 +239,14 @@ def _labels(config: dict[str, Any], count: int) -> list[str]:
     names = config.get("id2label")
     names = names if isinstance(names, dict) else {}
     return [str(names.get(str(i), f"LABEL_{i}")) for i in range(count)]
+
+
+def _products(pooled: bytes, rows: Sequence[Sequence[float]]) -> list[float]:
+    """Multiply a state, little-endian float32, by each row; return the state itself if there is no row."""
+    states = array("f", pooled)
+    if sys.byteorder == "big":
+        states.byteswap()
+    return [math.fsum(map(float.__mul__, states, row)) for row in rows] or list(states)
 
 
 def _sigmoid(logit: float) -> float:

@@ -84,13 +84,13 @@ class ServerTools(Struct):
     tools: list[ServerTool]
 
 
-@get("/chat/presets", name="admin_presets")
+@get("/chat/presets")
 async def presets(request: StrictRequest) -> dict[str, dict[str, ChatPreset]]:
     services, owner = services_and_owner(request)
     return {"presets": await PanelItems(services.request_log, ChatPreset).all(owner)}
 
 
-@put("/chat/presets/{name:str}", status_code=200, name="admin_save_preset")
+@put("/chat/presets/{name:str}", status_code=200)
 async def save_preset(
     request: StrictRequest, name: FromPath[str], data: JSONBody[ChatPreset]
 ) -> dict[str, str]:
@@ -104,7 +104,7 @@ async def save_preset(
     return {"name": name}
 
 
-@delete("/chat/presets/{name:str}", status_code=200, name="admin_delete_preset")
+@delete("/chat/presets/{name:str}", status_code=200)
 async def delete_preset(request: StrictRequest, name: FromPath[str]) -> dict[str, str]:
     services, owner = services_and_owner(request)
     if not await PanelItems(services.request_log, ChatPreset).delete(owner, name):
@@ -112,7 +112,7 @@ async def delete_preset(request: StrictRequest, name: FromPath[str]) -> dict[str
     return {"name": name}
 
 
-@get("/chat/servers", name="admin_chat_servers")
+@get("/chat/servers")
 async def servers(request: StrictRequest) -> ServerList:
     """List the caller's MCP servers. None is contacted."""
     services, owner = services_and_owner(request)
@@ -121,7 +121,7 @@ async def servers(request: StrictRequest) -> ServerList:
     return ServerList(views, services.settings.server.mcp_commands, getpass.getuser())
 
 
-@put("/chat/servers/{name:str}", status_code=200, name="admin_save_chat_server")
+@put("/chat/servers/{name:str}", status_code=200)
 async def save_server(request: StrictRequest, name: FromPath[str], data: JSONBody[SaveServer]) -> ServerView:
     """Save a server, replacing one of the same name. A program needs the setting and `confirmed`."""
     services, owner = services_and_owner(request)
@@ -141,7 +141,7 @@ async def save_server(request: StrictRequest, name: FromPath[str], data: JSONBod
     return _view(name, spec)
 
 
-@post("/chat/servers/{name:str}", status_code=200, name="admin_change_chat_server")
+@post("/chat/servers/{name:str}", status_code=200)
 async def change_server(
     request: StrictRequest, name: FromPath[str], data: JSONBody[ChangeServer]
 ) -> ServerView:
@@ -158,7 +158,7 @@ async def change_server(
     return _view(name, spec)
 
 
-@delete("/chat/servers/{name:str}", status_code=200, name="admin_delete_chat_server")
+@delete("/chat/servers/{name:str}", status_code=200)
 async def delete_server(request: StrictRequest, name: FromPath[str]) -> dict[str, str]:
     services, owner = services_and_owner(request)
     services.mcp_clients.leave(owner, name)
@@ -168,7 +168,7 @@ async def delete_server(request: StrictRequest, name: FromPath[str]) -> dict[str
     return {"name": name}
 
 
-@post("/chat/servers/{name:str}/tools", status_code=200, name="admin_chat_tools")
+@post("/chat/servers/{name:str}/tools", status_code=200)
 async def server_tools(request: StrictRequest, name: FromPath[str]) -> ServerTools:
     """Connect to an allowed server, if needed, and list its tools."""
     services, owner = services_and_owner(request)
@@ -176,7 +176,7 @@ async def server_tools(request: StrictRequest, name: FromPath[str]) -> ServerToo
     return ServerTools(await while_connected(request.receive, services.mcp_clients.tools(owner, name, spec)))
 
 
-@post("/chat/servers/{name:str}/call", status_code=200, name="admin_call_chat_tool")
+@post("/chat/servers/{name:str}/call", status_code=200)
 async def call_tool(request: StrictRequest, name: FromPath[str], data: JSONBody[CallTool]) -> ServerResult:
     """Call a tool of an allowed server. The call is cancelled when the client leaves."""
     services, owner = services_and_owner(request)
@@ -185,7 +185,7 @@ async def call_tool(request: StrictRequest, name: FromPath[str], data: JSONBody[
     return await while_connected(request.receive, work)
 
 
-@post("/chat/pdf", status_code=200, name="admin_chat_pdf")
+@post("/chat/pdf", status_code=200)
 async def pdf_text(request: StrictRequest) -> dict[str, Any]:
     """Return the text of a PDF, the body of this request, for a question that it is attached to."""
     found = await while_connected(request.receive, read_pdf(await request.body()))
@@ -304,14 +304,14 @@ _ID = re.compile(r"[A-Za-z0-9-]{8,64}")
 MOST_TITLE = 200
 
 
-@get("/conversations", name="admin_conversations")
+@get("/conversations")
 async def conversations(request: StrictRequest, text: FromQuery[str] = "") -> dict[str, Any]:
     """List the caller's conversations that contain `text`, the last changed first."""
     store, owner = _store(request)
     return {"conversations": await store.list(owner, text.strip())}
 
 
-@get("/conversations/{id_:str}", name="admin_conversation")
+@get("/conversations/{id_:str}")
 async def conversation(request: StrictRequest, id_: FromPath[str]) -> ConversationBody:
     store, owner = _store(request)
     found = await store.get(owner, id_)
@@ -320,7 +320,7 @@ async def conversation(request: StrictRequest, id_: FromPath[str]) -> Conversati
     return found
 
 
-@put("/conversations/{id_:str}", status_code=200, name="admin_save_conversation")
+@put("/conversations/{id_:str}", status_code=200)
 async def save_conversation(
     request: StrictRequest, id_: FromPath[str], data: JSONBody[ConversationBody]
 ) -> dict[str, Any]:
@@ -343,7 +343,7 @@ async def save_conversation(
     return {"id": id_}
 
 
-@delete("/conversations/{id_:str}", status_code=200, name="admin_delete_conversation")
+@delete("/conversations/{id_:str}", status_code=200)
 async def delete_conversation(request: StrictRequest, id_: FromPath[str]) -> dict[str, Any]:
     store, owner = _store(request)
     if not await store.delete(owner, id_):

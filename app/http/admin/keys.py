@@ -54,7 +54,7 @@ class SignInLink(Struct):
     """Seconds."""
 
 
-@get("/keys", name="admin_keys")
+@get("/keys")
 async def keys(request: StrictRequest) -> Keys:
     services = request.services
     security = services.security
@@ -66,14 +66,14 @@ async def keys(request: StrictRequest) -> Keys:
     )
 
 
-@post("/keys", status_code=201, name="admin_key_add")
+@post("/keys", status_code=201)
 async def add_key(request: StrictRequest, data: JSONBody[KeySpec]) -> NewKey:
     security = _security(request)
     key, secret = await changing(lambda: security.keys.add(data))
     return NewKey(view(key, security.used, security.quotas), secret)
 
 
-@post("/keys/{name:str}/rotate", status_code=200, name="admin_key_rotate")
+@post("/keys/{name:str}/rotate", status_code=200)
 async def rotate_key(request: StrictRequest, name: FromPath[str]) -> NewKey:
     """Give a key a new secret; the old one is refused from now on."""
     security = _security(request)
@@ -81,7 +81,7 @@ async def rotate_key(request: StrictRequest, name: FromPath[str]) -> NewKey:
     return NewKey(view(key, security.used, security.quotas), secret)
 
 
-@patch("/keys/{name:str}", name="admin_key_change")
+@patch("/keys/{name:str}")
 async def change_key(request: StrictRequest, name: FromPath[str], data: JSONBody[KeyChange]) -> KeyView:
     """Change limits, quotas and permissions of a key; null removes a limit. Its secret stays."""
     security = _security(request)
@@ -89,12 +89,12 @@ async def change_key(request: StrictRequest, name: FromPath[str], data: JSONBody
     return view(key, security.used, security.quotas)
 
 
-@delete("/keys/{name:str}", status_code=200, name="admin_key_revoke")
+@delete("/keys/{name:str}", status_code=200)
 async def revoke_key(request: StrictRequest, name: FromPath[str]) -> RevokedKey:
     return RevokedKey((await revoke(request.services, name)).name)
 
 
-@post("/signin-link", status_code=200, sync_to_thread=False, name="admin_signin_link")
+@post("/signin-link", status_code=200, sync_to_thread=False)
 def sign_in_link(request: StrictRequest) -> SignInLink:
     control: DaemonController = request.app.state.control
     url = _security(request).sign_in_link(control.running.url)

@@ -19,13 +19,13 @@ from ...models.catalog import on_disk
 from ..server.request import StrictRequest
 
 
-@get("/disk", name="admin_disk")
+@get("/disk")
 async def disk(request: StrictRequest) -> dict[str, Any]:
     control: DaemonController = request.app.state.control
     return {"models": await asyncio.to_thread(_on_disk, control)}
 
 
-@get("/fit", name="admin_fit")
+@get("/fit")
 async def fit(
     request: StrictRequest, model: FromQuery[str], probe: FromQuery[bool] = False
 ) -> dict[str, Any]:
@@ -90,47 +90,47 @@ class RemoveRequest(Struct, forbid_unknown_fields=True):
     models: list[str]
 
 
-@get("/downloads", sync_to_thread=False, name="admin_downloads")
+@get("/downloads", sync_to_thread=False)
 def downloads(request: StrictRequest) -> dict[str, Any]:
     return {"downloads": [download.as_dict() for download in _library(request).downloads.all()]}
 
 
-@post("/downloads", status_code=202, name="admin_pull")
+@post("/downloads", status_code=202)
 async def pull(request: StrictRequest, data: JSONBody[PullRequest]) -> dict[str, Any]:
     """Start or resume a download and answer at once; `GET /downloads` and the events report its progress."""
     found = _library(request).downloads.start(data.model, anyway=data.anyway)
     return {"download": found.as_dict()}
 
 
-@post("/downloads/pause", status_code=200, name="admin_pause")
+@post("/downloads/pause", status_code=200)
 async def pause(request: StrictRequest, data: JSONBody[DownloadRequest]) -> dict[str, Any]:
     return {"download": _library(request).downloads.pause(data.model).as_dict()}
 
 
-@post("/downloads/resume", status_code=200, name="admin_resume")
+@post("/downloads/resume", status_code=200)
 async def resume(request: StrictRequest, data: JSONBody[DownloadRequest]) -> dict[str, Any]:
     return {"download": _library(request).downloads.resume(data.model).as_dict()}
 
 
-@post("/downloads/cancel", status_code=200, name="admin_cancel_download")
+@post("/downloads/cancel", status_code=200)
 async def cancel_download(request: StrictRequest, data: JSONBody[DownloadRequest]) -> dict[str, Any]:
     """Cancel a download and delete its files."""
     return {"download": (await _library(request).downloads.cancel(data.model)).as_dict()}
 
 
-@post("/downloads/dismiss", status_code=200, name="admin_dismiss_download")
+@post("/downloads/dismiss", status_code=200)
 async def dismiss_download(request: StrictRequest, data: JSONBody[DownloadRequest]) -> dict[str, Any]:
     """Take an ended download from the list; files fetched by a failed one are deleted."""
     return {"download": (await _library(request).downloads.dismiss(data.model)).as_dict()}
 
 
-@post("/models/delete", status_code=200, name="admin_delete_models")
+@post("/models/delete", status_code=200)
 async def delete_models(request: StrictRequest, data: JSONBody[RemoveRequest]) -> dict[str, Any]:
     """Delete models from the disk. A model that is loaded or being downloaded is refused."""
     return {"removed": [asdict(each) for each in await _library(request).remove(data.models)]}
 
 
-@get("/search", name="admin_search")
+@get("/search")
 async def search(
     request: StrictRequest,
     text: FromQuery[str],
@@ -144,13 +144,13 @@ async def search(
     return {"models": [asdict(hit) for hit in hits]}
 
 
-@get("/recommended", name="admin_recommended")
+@get("/recommended")
 async def recommended(request: StrictRequest) -> dict[str, Any]:
     """List recommended models by short name, with how each fits this machine. The hub is not asked."""
     return {"models": [each.as_dict() for each in await _library(request).recommend()]}
 
 
-@post("/recommended/refresh", status_code=200, name="admin_refresh_recommended")
+@post("/recommended/refresh", status_code=200)
 async def refresh_recommended(request: StrictRequest) -> dict[str, Any]:
     """Ask the hub for sizes and licenses of the recommended models; the list is by them from then on."""
     try:

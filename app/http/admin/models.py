@@ -36,14 +36,14 @@ from .schema import (
 STATUS_OF_EXIT = {Exit.NOT_FOUND: (404, "model_not_found"), Exit.USAGE: (400, "invalid_value")}
 
 
-@get("/models", sync_to_thread=False, name="admin_models")
+@get("/models", sync_to_thread=False)
 def models(request: StrictRequest) -> ModelStatusList:
     control: DaemonController = request.app.state.control
     evicted = {each.name: each.config.model_path for each in control.residency.evicted.all()}
     return ModelStatusList(describe_all(control), evicted)
 
 
-@post("/models/load", status_code=202, name="admin_load")
+@post("/models/load", status_code=202)
 async def load_model(request: StrictRequest, data: JSONBody[LoadRequest]) -> ModelAnswer:
     """Start loading a model and answer at once; `GET /models` reports the progress."""
     control: DaemonController = request.app.state.control
@@ -66,13 +66,13 @@ async def begin_load(
         raise ApiError(status, f"{error.what}: {error.why}", code, "model") from error
 
 
-@post("/models/unload", status_code=200, name="admin_unload")
+@post("/models/unload", status_code=200)
 async def unload_model(request: StrictRequest, data: JSONBody[UnloadRequest]) -> UnloadedModels:
     control: DaemonController = request.app.state.control
     return UnloadedModels(await control.unload(data.model))
 
 
-@post("/models/pin", status_code=200, sync_to_thread=False, name="admin_pin")
+@post("/models/pin", status_code=200, sync_to_thread=False)
 def pin_model(request: StrictRequest, data: JSONBody[PinRequest]) -> ModelAnswer:
     """Pin or unpin a model. A pinned model is neither evicted for others nor unloaded when idle."""
     control: DaemonController = request.app.state.control
@@ -200,7 +200,7 @@ SUMMED = (
 )
 
 
-@get("/status", sync_to_thread=False, name="admin_status")
+@get("/status", sync_to_thread=False)
 def status(request: StrictRequest) -> Status:
     control: DaemonController = request.app.state.control
     services, running = control.services, control.running
@@ -227,7 +227,7 @@ def status(request: StrictRequest) -> Status:
     )
 
 
-@get("/stats", sync_to_thread=False, name="admin_stats")
+@get("/stats", sync_to_thread=False)
 def stats(request: StrictRequest) -> Stats:
     control: DaemonController = request.app.state.control
     services = control.services
@@ -249,7 +249,7 @@ def stats(request: StrictRequest) -> Stats:
     )
 
 
-@get("/config", sync_to_thread=False, name="admin_config")
+@get("/config", sync_to_thread=False)
 def config(request: StrictRequest) -> Config:
     """Return the daemon's settings by key, with the origin of each value."""
     control: DaemonController = request.app.state.control

@@ -23,7 +23,7 @@ from .schema import Before, CancelledRequest, HttpStatus, PurgedRows, PurgeReque
 MOST_ROWS = 1000
 
 
-@get("/requests", name="admin_requests")
+@get("/requests")
 async def requests(
     request: StrictRequest,
     model: FromQuery[str | None] = None,
@@ -64,31 +64,31 @@ async def readable(services: Services, want: RecordFilter) -> tuple[list[tuple[i
         return [], f"The request log cannot be read now: {error}"
 
 
-@get("/requests/{request_id:str}", name="admin_request")
+@get("/requests/{request_id:str}")
 async def request_detail(request: StrictRequest, request_id: FromPath[str]) -> RequestDetail:
     return await detail_of(request.app.state.control, identity_of(request), request_id)
 
 
-@get("/requests/{request_id:str}/why", name="admin_why")
+@get("/requests/{request_id:str}/why")
 async def request_why(request: StrictRequest, request_id: FromPath[str]) -> RequestTime:
     return await request_time(request.services, request_id)
 
 
-@post("/requests/{request_id:str}/cancel", status_code=200, sync_to_thread=False, name="admin_cancel")
+@post("/requests/{request_id:str}/cancel", status_code=200, sync_to_thread=False)
 def cancel_request(request: StrictRequest, request_id: FromPath[str]) -> CancelledRequest:
     if not request.services.gateway.cancel(request_id):
         raise ApiError(404, f"No request {request_id!r} is in flight.", "request_not_found", "request_id")
     return CancelledRequest(request_id)
 
 
-@post("/requests/{request_id:str}/replay", status_code=200, name="admin_replay")
+@post("/requests/{request_id:str}/replay", status_code=200)
 async def replay_request(request: StrictRequest, request_id: FromPath[str]) -> ReplayResult:
     """Send a request again. Ends with the answer, or when the client leaves."""
     work = replay(request.services, identity_of(request), request_id)
     return await while_connected(request.receive, work)
 
 
-@post("/requests/purge", status_code=200, name="admin_purge")
+@post("/requests/purge", status_code=200)
 async def purge_requests(request: StrictRequest, data: JSONBody[PurgeRequest]) -> PurgedRows:
     """Erase requests that were created before a moment."""
     services = request.services
@@ -115,7 +115,7 @@ class StoredByKey(Struct):
     stored: list[StoredOfKey]
 
 
-@get("/stored", name="admin_stored")
+@get("/stored")
 async def stored(request: StrictRequest) -> StoredByKey:
     services = request.services
     rows = []
@@ -134,7 +134,7 @@ async def stored(request: StrictRequest) -> StoredByKey:
     return StoredByKey(rows)
 
 
-@post("/stored/forget", status_code=200, name="admin_stored_forget")
+@post("/stored/forget", status_code=200)
 async def forget_stored(request: StrictRequest) -> PurgedRows:
     """Erase stored answers of deleted keys now, rather than within the hour."""
     return PurgedRows(await erase_stored_of_gone_keys(request.services))

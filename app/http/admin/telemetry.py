@@ -26,6 +26,7 @@ from ...telemetry.daemon_profile import DaemonTimes
 from ...telemetry.device_memory import KVBlockMap
 from ...telemetry.history import KEEP, MOST, Annotation, is_series, resample, step_for
 from ...telemetry.snapshot import Tick
+from ...util.threads import off_loop
 from ..auth.guard import identity_of
 from ..server.request import StrictRequest
 from ..server.sse import EventStreamResponse, SseOptions
@@ -34,7 +35,7 @@ from .schema import Since
 OPTIONS = SseOptions(endless=True, last=b"")
 
 
-@get("/events", sync_to_thread=False, name="admin_events")
+@get("/events", sync_to_thread=False)
 def events(request: StrictRequest) -> EventStreamResponse:
     """Stream events from now on, or from after the event that `Last-Event-ID` names."""
     services = request.services
@@ -105,12 +106,12 @@ class LogLines(Struct):
     lines: list[LogEntry]
 
 
-@get("/tick", name="admin_tick")
+@get("/tick")
 async def newest_tick(request: StrictRequest) -> Tick:
     return await request.services.telemetry.newest()
 
 
-@get("/telemetry", name="admin_telemetry")
+@get("/telemetry")
 async def history(
     request: StrictRequest,
     series: FromQuery[str | None] = None,
@@ -132,7 +133,9 @@ async def history(
     history = request.services.telemetry.history
     chart = await history.chart(step or step_for(time.time() - begin), int(begin), names)
     if points is not None:
-        chart = resample(chart, int(begin), int(time.time()), points)
+        size = len(chart.times) * len(chart.series)
+        fine, now = chart, int(time.time())
+        chart = await off_loop(size, lambda: resample(fine, int(begin), now, points))
     return TelemetryAnswer(**asdict(chart))
 
 
@@ -151,7 +154,7 @@ def _begin(since: float | None) -> float:
     return time.time() - DEFAULT_REACH if since is None else since
 
 
-@get("/marks", name="admin_marks")
+@get("/marks")
 async def marks(
     request: StrictRequest,
     since: Since = None,
@@ -163,7 +166,7 @@ async def marks(
     return AnnotationsAnswer(await request.services.telemetry.marks.since(_begin(since), limit))
 
 
-@get("/outcomes", name="admin_outcomes")
+@get("/outcomes")
 async def request_outcomes(
     request: StrictRequest,
     since: Since = None,
@@ -175,7 +178,7 @@ async def request_outcomes(
     return await outcomes(request.services.request_log, begin, now, step)
 
 
-@get("/usage", name="admin_usage")
+@get("/usage")
 async def usage(request: StrictRequest, since: Since = None) -> UsageAnswer:
     """Return usage, cost and goodput by key and model. `since`: as for the history."""
     services = request.services
@@ -183,7 +186,7 @@ async def usage(request: StrictRequest, since: Since = None) -> UsageAnswer:
     return UsageAnswer(rules.currency, await usage_of(services, _begin(since)))
 
 
-@get("/blocks", name="admin_blocks")
+@get("/blocks")
 async def blocks(
     request: StrictRequest,
     cells: Annotated[int, QueryParameter(ge=1, le=MOST_CELLS)] = DEFAULT_CELLS,
@@ -194,7 +197,7 @@ async def blocks(
     return BlockMaps(await request.services.telemetry.blocks.read(cells))
 
 
-@get("/logs", name="admin_logs")
+@get("/logs")
 async def log_lines(
     request: StrictRequest,
     lines: Annotated[int, QueryParameter(ge=1, le=MOST_LINES)] = 200,
@@ -219,7 +222,7 @@ class ProfileAnswer(Struct):
     """Set at the end."""
 
 
-@post("/profile", status_code=200, name="admin_profile")
+@post("/profile", status_code=200)
 async def profile(request: StrictRequest, data: JSONBody[ProfileRequest]) -> ProfileAnswer:
     """Start or stop the profile of a model's steps. It stops by itself after ten minutes."""
     services = request.services
@@ -239,7 +242,7 @@ class Findings(Struct):
     findings: list[dict[str, str]]
 
 
-@get("/doctor", name="admin_doctor")
+@get("/doctor")
 async def doctor(request: StrictRequest) -> Findings:
     """Run the checks of `llmbox doctor` in the daemon, which takes a second or two."""
     control: DaemonController = request.app.state.control
@@ -247,7 +250,7 @@ async def doctor(request: StrictRequest) -> Findings:
     return Findings(not any(each["status"] == "failed" for each in found), found)
 
 
-@get("/bench", name="admin_bench")
+@get("/bench")
 async def bench_runs(request: StrictRequest) -> dict[str, list[dict[str, Any]]]:
     """Return saved results of `llmbox bench`, newest first."""
     return {"runs": await asyncio.to_thread(_runs, request.services)}

@@ -70,13 +70,7 @@ class DeletedBatch(Struct, kw_only=True):
     type: Literal["message_batch_deleted"] = "message_batch_deleted"
 
 
-@post(
-    _PATH,
-    status_code=200,
-    opt={"access": Access.INFER},
-    name="message_batches_create",
-    operation_id="createMessageBatch",
-)
+@post(_PATH, status_code=200, opt={"access": Access.INFER}, operation_id="createMessageBatch")
 async def create_batch(request: StrictRequest, data: Annotated[BatchRequest, Body()]) -> MessageBatch:
     """Begin a batch. Its requests run when nothing else waits, and resume after a restart of the daemon."""
     services, owner = services_and_owner(request)
@@ -94,7 +88,7 @@ async def create_batch(request: StrictRequest, data: Annotated[BatchRequest, Bod
     return _to_message_batch(request, await services.batches.create("anthropic", owner, "msgbatch_", items))
 
 
-@get(_PATH, opt={"access": Access.STORED}, name="message_batches", operation_id="listMessageBatches")
+@get(_PATH, opt={"access": Access.STORED}, operation_id="listMessageBatches")
 async def list_batches(
     request: StrictRequest,
     after_id: Cursor = None,
@@ -120,20 +114,14 @@ async def list_batches(
     )
 
 
-@get(_ONE, opt={"access": Access.STORED}, name="message_batch", operation_id="retrieveMessageBatch")
+@get(_ONE, opt={"access": Access.STORED}, operation_id="retrieveMessageBatch")
 async def retrieve_batch(request: StrictRequest, batch_id: FromPath[str]) -> MessageBatch:
     """Return one batch with its progress."""
     services, owner = services_and_owner(request)
     return _to_message_batch(request, await find_batch(services, "anthropic", owner, batch_id))
 
 
-@post(
-    _ONE + "/cancel",
-    status_code=200,
-    opt={"access": Access.STORED},
-    name="message_batch_cancel",
-    operation_id="cancelMessageBatch",
-)
+@post(_ONE + "/cancel", status_code=200, opt={"access": Access.STORED}, operation_id="cancelMessageBatch")
 async def cancel_batch(request: StrictRequest, batch_id: FromPath[str]) -> MessageBatch:
     """Cancel a batch. Answers that it already has stay; a batch that has ended stays as it is."""
     services, owner = services_and_owner(request)
@@ -141,13 +129,7 @@ async def cancel_batch(request: StrictRequest, batch_id: FromPath[str]) -> Messa
     return _to_message_batch(request, await find_batch(services, "anthropic", owner, batch_id))
 
 
-@delete(
-    _ONE,
-    status_code=200,
-    opt={"access": Access.STORED},
-    name="message_batch_delete",
-    operation_id="deleteMessageBatch",
-)
+@delete(_ONE, status_code=200, opt={"access": Access.STORED}, operation_id="deleteMessageBatch")
 async def delete_batch(request: StrictRequest, batch_id: FromPath[str]) -> DeletedBatch:
     """Erase a batch that has ended, with its results; the bytes are overwritten."""
     services, owner = services_and_owner(request)
@@ -163,12 +145,7 @@ async def delete_batch(request: StrictRequest, batch_id: FromPath[str]) -> Delet
     return DeletedBatch(id=batch.id)
 
 
-@get(
-    _ONE + "/results",
-    opt={"access": Access.STORED},
-    name="message_batch_results",
-    operation_id="getMessageBatchResults",
-)
+@get(_ONE + "/results", opt={"access": Access.STORED}, operation_id="getMessageBatchResults")
 async def batch_results(request: StrictRequest, batch_id: FromPath[str]) -> Response[Any]:
     """Return one line of JSON for each request, in their order."""
     services, owner = services_and_owner(request)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import ApiError
+from ...errors import unsupported_content
 from .request_types import (
     Block,
     BlocksSource,
@@ -76,9 +76,7 @@ def _text_of(turn: ChatMessages) -> str:
     """Return the text of system messages, which have no images."""
     parts = [part for message in turn for part in message["content"]]
     if any(part["type"] != "text" for part in parts):
-        raise ApiError(
-            400, "A system message cannot contain images.", code="unsupported_content", param="messages"
-        )
+        raise unsupported_content("messages", "A system message cannot contain images.")
     return "\n".join(part["text"] for part in parts)
 
 
@@ -136,11 +134,8 @@ def _turn(at: str, message: MessageParam) -> ChatMessages:
             case _:
                 texts.append({"type": "text", "text": _text(place, block)})
     if message.role == "system" and (results or calls):
-        raise ApiError(
-            400,
-            f"'{at}': a system message contains text only, no tool calls or results.",
-            code="unsupported_content",
-            param=f"{at}.content",
+        raise unsupported_content(
+            f"{at}.content", f"'{at}': a system message contains text only, no tool calls or results."
         )
     if results and not (texts or calls):
         return results
@@ -178,11 +173,9 @@ def _image(at: str, block: ImageBlock) -> dict[str, Any]:
         case "url" if source.url is not None:
             url = source.url
         case _:
-            raise ApiError(
-                400,
+            raise unsupported_content(
+                f"{at}.source",
                 f"'{at}.source': an image has 'data' in base64 or a 'url'; files are not supported.",
-                code="unsupported_content",
-                param=f"{at}.source",
             )
     return {"type": "image_url", "image_url": {"url": url}}
 
@@ -200,12 +193,10 @@ def _text(at: str, block: Block | ToolReferenceBlock) -> str:
             heading = [each for each in (block.title, block.context) if each]
             return "\n".join([*heading, _document(at, block.source)])
     kind = block.__struct_config__.tag
-    raise ApiError(
-        400,
+    raise unsupported_content(
+        f"{at}.type",
         f"'{at}': {'PDFs and files' if isinstance(block, DocumentBlock) else f'blocks of type {kind!r}'} "
         "are not supported: models read text, and images of users and tools.",
-        code="unsupported_content",
-        param=f"{at}.type",
     )
 
 

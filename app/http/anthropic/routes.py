@@ -96,8 +96,7 @@ async def complete_message(gateway: Gateway, call: MessageCall) -> AnthropicMess
     parser = chat.parsing.parser()
     with gateway.open(chat.generation) as opened:
         pieces = [delta.text async for delta in opened.deltas()]
-    parts = parser.push("".join(pieces))
-    parts.add(parser.finish())
+    parts = parser.parse_whole("".join(pieces))
     reason, found = stop_reason(opened, parser)
     return AnthropicMessage(
         id=chat.generation.id,
@@ -163,9 +162,7 @@ class _Events:
 
     def say(self, text: str, *, last: bool) -> Iterator[bytes]:
         before = self._parser.called
-        parts = self._parser.push(text)
-        if last:
-            parts.add(self._parser.finish())
+        parts = self._parser.parse_whole(text) if last else self._parser.push(text)
         if parts.reasoning and self._chat.parsing.includes_reasoning:
             yield from self._fill("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": parts.reasoning})
@@ -213,7 +210,7 @@ class _Events:
 _STREAM = SseOptions(last=b"", error=error_event, comment=named_event("ping"))
 
 
-@inference_route("/v1/messages", "messages", "createMessage")
+@inference_route("/v1/messages", "createMessage")
 async def messages(
     request: StrictRequest, data: Annotated[MessagesRequest, Body()]
 ) -> Response[AnthropicMessage]:
@@ -229,7 +226,7 @@ async def messages(
     )
 
 
-@inference_route("/v1/messages/count_tokens", "count_tokens", "countTokens")
+@inference_route("/v1/messages/count_tokens", "countTokens")
 async def count_tokens(request: StrictRequest, data: Annotated[CountTokensRequest, Body()]) -> TokenCount:
     """Count the tokens that the prompt of such a message would have."""
     call = await RequestContext.of(request)

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import structs
 
 from ...engines.loaded_model import LoadedModel
-from ...errors import ApiError
+from ...errors import ApiError, unsupported_parameter
 from ...gateway.gateway import model_limit
 from ..openai.chat import ChatCall, chat_ids, chat_request, prepare_translated
 from ..openai.chat_messages import build_chat
@@ -113,11 +113,9 @@ def _is_offered(tool: ToolParam, found: set[str]) -> bool:
 
 def _tool(at: str, tool: ToolParam) -> dict[str, Any]:
     if tool.type not in {None, "custom"}:
-        raise ApiError(
-            400,
+        raise unsupported_parameter(
+            f"{at}.type",
             f"Tools of type {tool.type!r} run at Anthropic, not here. Send your own, with 'input_schema'.",
-            code="unsupported_parameter",
-            param=f"{at}.type",
         )
     function = {
         "name": tool.name,
@@ -171,12 +169,10 @@ def apply_edits(request: CountTokensRequest) -> AppliedEdits:
     messages = list(request.messages)
     for number, edit in enumerate(asked.edits or ()):
         if edit.type != _CLEAR_THINKING:
-            raise ApiError(
-                400,
+            raise unsupported_parameter(
+                f"context_management.edits[{number}].type",
                 f"Edits of type {edit.type!r} are not supported, {_CLEAR_THINKING!r} is. Nothing is cut from "
                 "conversations here: shorten them in the client.",
-                code="unsupported_parameter",
-                param=f"context_management.edits[{number}].type",
             )
         thoughts += _clear_thinking(messages, _count_kept_turns(edit, len(messages)))
     return AppliedEdits(thoughts, messages)

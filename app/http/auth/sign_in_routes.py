@@ -31,7 +31,6 @@ _MOST_TOKEN_CHARACTERS = 200
     media_type=MediaType.HTML,
     sync_to_thread=False,
     opt={"access": Access.SIGN_IN},
-    name="sign_in_page",
     include_in_schema=False,
 )
 def sign_in_page(request: StrictRequest, token: FromQuery[str] = "") -> Response[str]:
@@ -47,7 +46,6 @@ def sign_in_page(request: StrictRequest, token: FromQuery[str] = "") -> Response
     media_type=MediaType.HTML,
     status_code=303,
     opt={"access": Access.SIGN_IN, "form": True},
-    name="sign_in",
     include_in_schema=False,
 )
 async def sign_in(request: StrictRequest) -> Response[str]:
@@ -80,7 +78,6 @@ async def sign_in(request: StrictRequest) -> Response[str]:
     media_type=MediaType.HTML,
     status_code=303,
     opt={"access": Access.PAGE, "form": True},
-    name="sign_out",
     include_in_schema=False,
 )
 async def sign_out(request: StrictRequest) -> Response[str]:

@@ -62,7 +62,7 @@ AnswerBuilder = Callable[[list[list[float]], PooledPrompts | None, list[str]], S
 """The answer of a route: vectors, what they came from (None where the prompt is empty), warnings."""
 
 
-@inference_route("/api/embed", "ollama_embed", "ollamaEmbed")
+@inference_route("/api/embed", "ollamaEmbed")
 async def ollama_embed(
     request: StrictRequest, data: Annotated[EmbedRequest, Body()]
 ) -> Response[OllamaEmbedResponse]:
@@ -84,7 +84,7 @@ async def ollama_embed(
     return await _answer_embeddings(request, data, list(texts), "input", build_answer)
 
 
-@inference_route("/api/embeddings", "ollama_embeddings", "ollamaEmbeddings")
+@inference_route("/api/embeddings", "ollamaEmbeddings")
 async def ollama_embeddings(
     request: StrictRequest, data: Annotated[EmbeddingsRequest, Body()]
 ) -> Response[OllamaEmbeddingResponse]:
@@ -161,7 +161,7 @@ def _warnings(call: RequestContext, data: EmbedCommon) -> list[str]:
 embed_routes: list[ControllerRouterHandler] = [ollama_embed, ollama_embeddings]
 
 
-@inference_route("/api/chat", "ollama_chat", "ollamaChat")
+@inference_route("/api/chat", "ollamaChat")
 async def ollama_chat(
     request: StrictRequest, data: Annotated[ChatRequest, Body()]
 ) -> Response[dict[str, Any]]:
@@ -172,7 +172,7 @@ async def ollama_chat(
     return await _answer_prompt(request, call, "chat", data)
 
 
-@inference_route("/api/generate", "ollama_generate", "ollamaGenerate")
+@inference_route("/api/generate", "ollamaGenerate")
 async def ollama_generate(
     request: StrictRequest, data: Annotated[GenerateRequest, Body()]
 ) -> Response[dict[str, Any]]:

@@ -15,7 +15,7 @@ from ...control.controller import DaemonController
 from ...control.library import STATUS_OF_EXIT, LocalModelFacts, read_card
 from ...engines.admission import model_not_found
 from ...engines.loaded_model import LoadedModel
-from ...errors import ApiError, CliError, Exit
+from ...errors import ApiError, CliError, Exit, missing_parameter
 from ...gateway.gateway import context_limit
 from ...hub.download import Download
 from ...hub.errors import HubError
@@ -63,9 +63,7 @@ INSTEAD = {
 }
 
 
-@post(
-    "/api/pull", status_code=200, opt={"access": Access.ADMIN}, name="ollama_pull", operation_id="ollamaPull"
-)
+@post("/api/pull", status_code=200, opt={"access": Access.ADMIN}, operation_id="ollamaPull")
 async def ollama_pull(
     request: StrictRequest, data: Annotated[OllamaPullRequest, Body()]
 ) -> Response[dict[str, Any]]:
@@ -82,13 +80,7 @@ async def ollama_pull(
     return Response(await while_connected(request.receive, _last(steps)))
 
 
-@delete(
-    "/api/delete",
-    status_code=200,
-    opt={"access": Access.ADMIN},
-    name="ollama_delete",
-    operation_id="ollamaDelete",
-)
+@delete("/api/delete", status_code=200, opt={"access": Access.ADMIN}, operation_id="ollamaDelete")
 async def ollama_delete(request: StrictRequest, data: Annotated[DeleteRequest, Body()]) -> None:
     """Delete a model from the disk. One that is in memory or being downloaded is refused. Of an alias only
     the name is deleted.
@@ -104,9 +96,7 @@ async def ollama_delete(request: StrictRequest, data: Annotated[DeleteRequest, B
         await control.library.remove([name])
 
 
-@post(
-    "/api/copy", status_code=200, opt={"access": Access.ADMIN}, name="ollama_copy", operation_id="ollamaCopy"
-)
+@post("/api/copy", status_code=200, opt={"access": Access.ADMIN}, operation_id="ollamaCopy")
 async def ollama_copy(request: StrictRequest, data: Annotated[CopyRequest, Body()]) -> None:
     """Create another name for a model: an alias. No files are copied."""
     control: DaemonController = request.app.state.control
@@ -117,13 +107,7 @@ async def ollama_copy(request: StrictRequest, data: Annotated[CopyRequest, Body(
     await _set_alias(control, source, destination, ("source", "destination"), {})
 
 
-@post(
-    "/api/create",
-    status_code=200,
-    opt={"access": Access.ADMIN},
-    name="ollama_create",
-    operation_id="ollamaCreate",
-)
+@post("/api/create", status_code=200, opt={"access": Access.ADMIN}, operation_id="ollamaCreate")
 async def ollama_create(
     request: StrictRequest, data: Annotated[CreateRequest, Body()]
 ) -> Response[dict[str, Any]]:
@@ -131,7 +115,7 @@ async def ollama_create(
     call = await RequestContext.of(request)
     refuse_unsupported(data)
     if data.from_ is None:
-        raise ApiError(400, "Missing required parameter: 'from'.", "missing_required_parameter", "from")
+        raise missing_parameter("from")
     source, name = normalize_name(data.from_), normalize_name(data.requested_name)
     for each in (source, name):
         call.caller.require_model(each)
@@ -180,12 +164,7 @@ async def _set_alias(
         raise ApiError(status, f"{error.what}: {error.why}.", code, param) from error
 
 
-@post(
-    ["/api/push", "/api/blobs/{digest:str}"],
-    opt={"access": Access.KNOWN},
-    name="ollama_not_here",
-    include_in_schema=False,
-)
+@post(["/api/push", "/api/blobs/{digest:str}"], opt={"access": Access.KNOWN}, include_in_schema=False)
 async def ollama_not_here(request: StrictRequest) -> None:
     raise ApiError(400, INSTEAD[request.scope["path"].split("/")[2]], "unsupported_route")
 
@@ -283,13 +262,13 @@ _FOREVER = 292 * 365 * 86_400.0
 """Seconds; as Ollama says it of what stays."""
 
 
-@get("/api/version", opt={"access": Access.KNOWN}, name="ollama_version", operation_id="ollamaVersion")
+@get("/api/version", opt={"access": Access.KNOWN}, operation_id="ollamaVersion")
 async def ollama_version() -> OllamaVersion:
     """Return the version of Ollama whose API is served here, which clients compare with what they need."""
     return OllamaVersion(_API_VERSION)
 
 
-@get("/api/tags", opt={"access": Access.KNOWN}, name="ollama_tags", operation_id="ollamaTags")
+@get("/api/tags", opt={"access": Access.KNOWN}, operation_id="ollamaTags")
 async def ollama_tags(request: StrictRequest) -> OllamaModelList:
     """List every model that may be requested."""
     control: DaemonController = request.app.state.control
@@ -298,7 +277,7 @@ async def ollama_tags(request: StrictRequest) -> OllamaModelList:
     return OllamaModelList([_listed(name, card) for name, card in cards.items()])
 
 
-@get("/api/ps", opt={"access": Access.KNOWN}, name="ollama_ps", operation_id="ollamaPs")
+@get("/api/ps", opt={"access": Access.KNOWN}, operation_id="ollamaPs")
 async def ollama_ps(request: StrictRequest) -> RunningModels:
     """List the models in memory."""
     control: DaemonController = request.app.state.control
@@ -312,9 +291,7 @@ async def ollama_ps(request: StrictRequest) -> RunningModels:
     return RunningModels([_running(name, shown[name], card) for name, card in cards.items()])
 
 
-@post(
-    "/api/show", status_code=200, opt={"access": Access.KNOWN}, name="ollama_show", operation_id="ollamaShow"
-)
+@post("/api/show", status_code=200, opt={"access": Access.KNOWN}, operation_id="ollamaShow")
 async def ollama_show(request: StrictRequest, data: Annotated[ShowRequest, Body()]) -> OllamaShowResponse:
     """Describe a model and its capabilities."""
     control: DaemonController = request.app.state.control

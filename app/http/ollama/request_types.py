@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from ...errors import ApiError
+from ...errors import missing_parameter
 from ..openai.request_types import (
     Count,
     Name,
@@ -158,7 +158,7 @@ class OllamaModelName(Struct, kw_only=True):
     def requested_name(self) -> str:
         """The model's name. Raises ApiError 400 where it is missing."""
         if not (name := self.model or self.name):
-            raise ApiError(400, "Missing required parameter: 'model'.", "missing_required_parameter", "model")
+            raise missing_parameter("model")
         return name
 
 

@@ -99,8 +99,7 @@ async def complete(gateway: Gateway, call: OllamaCall, kind: Kind, model: str) -
         async for delta in opened.deltas():
             writer.note(delta)
             pieces.append(delta.text)
-    parts = parser.push("".join(pieces))
-    parts.add(parser.finish())
+    parts = parser.parse_whole("".join(pieces))
     tokens = opened.usage.output_tokens if call.has_logprobs else 0
     return await off_loop(tokens, lambda: writer.end(parts))
 

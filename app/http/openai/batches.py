@@ -76,7 +76,7 @@ class BatchObjectList(Struct, kw_only=True):
     has_more: bool
 
 
-@post(_PATH, status_code=200, opt={"access": Access.INFER}, name="batches_create", operation_id="createBatch")
+@post(_PATH, status_code=200, opt={"access": Access.INFER}, operation_id="createBatch")
 async def create_batch(request: StrictRequest, data: Annotated[BatchCreateRequest, Body()]) -> BatchObject:
     """Begin a batch. Its requests run when nothing else waits, and resume after a restart of the daemon."""
     services, owner = services_and_owner(request)
@@ -104,7 +104,7 @@ async def create_batch(request: StrictRequest, data: Annotated[BatchCreateReques
     return to_batch_object(batch)
 
 
-@get(_PATH, opt={"access": Access.STORED}, name="batches", operation_id="listBatches")
+@get(_PATH, opt={"access": Access.STORED}, operation_id="listBatches")
 async def list_batches(
     request: StrictRequest,
     after: Annotated[str | None, QueryParameter(max_length=128)] = None,
@@ -121,7 +121,7 @@ async def list_batches(
     return BatchObjectList(data=data, first_id=first, last_id=last, has_more=len(found) > limit)
 
 
-@get(_PATH + "/{batch_id:str}", opt={"access": Access.STORED}, name="batch_one", operation_id="retrieveBatch")
+@get(_PATH + "/{batch_id:str}", opt={"access": Access.STORED}, operation_id="retrieveBatch")
 async def retrieve_batch(request: StrictRequest, batch_id: FromPath[str]) -> BatchObject:
     """Return one batch with its progress."""
     services, owner = services_and_owner(request)
@@ -132,7 +132,6 @@ async def retrieve_batch(request: StrictRequest, batch_id: FromPath[str]) -> Bat
     _PATH + "/{batch_id:str}/cancel",
     status_code=200,
     opt={"access": Access.STORED},
-    name="batch_cancel",
     operation_id="cancelBatch",
 )
 async def cancel_batch(request: StrictRequest, batch_id: FromPath[str]) -> BatchObject:

@@ -248,8 +248,7 @@ def _choice(index: int, deltas: list[Delta], chat: ChatCall, parser: OutputParse
 
 
 def _message(index: int, text: str, chat: ChatCall, parser: OutputParser) -> ChatMessage:
-    parts = parser.push(text)
-    parts.add(parser.finish())
+    parts = parser.parse_whole(text)
     content = chat.echo + parts.content
     message = ChatMessage(content=None if parts.calls and not content else content)
     if parts.calls:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ...config.settings import LimitSettings
-from ...errors import ApiError
+from ...errors import missing_parameter, unsupported_content, unsupported_parameter
 from ...gateway.open_request import OpenRequest
 from ...images.source import ImageSource
 from ...text.chat_template import Chat, RenderedChat
@@ -185,7 +185,7 @@ class ChatImages:
     def add(self, at: str, part: ContentPart) -> str:
         found = part.image_url
         if found is None:
-            raise _missing(f"{at}.image_url")
+            raise missing_parameter(f"{at}.image_url")
         url, detail = (found, None) if isinstance(found, str) else (found.url, found.detail)
         self.sources.append(ImageSource(url, detail == "low", f"{at}.image_url"))
         return self.mark
@@ -194,20 +194,12 @@ class ChatImages:
 def _message(index: int, message: Message, images: ChatImages) -> dict[str, Any]:
     at = f"messages[{index}]"
     if message.role == "function":
-        raise ApiError(
-            400,
-            "Messages of the role 'function' are not supported: its successor is 'tool'.",
-            code="unsupported_parameter",
-            param=f"{at}.role",
+        raise unsupported_parameter(
+            f"{at}.role", "Messages of the role 'function' are not supported: its successor is 'tool'."
         )
     for name in ("function_call", "audio"):
         if getattr(message, name) not in (None, []):
-            raise ApiError(
-                400,
-                f"'{at}.{name}' is not supported yet.",
-                code="unsupported_parameter",
-                param=f"{at}.{name}",
-            )
+            raise unsupported_parameter(f"{at}.{name}", f"'{at}.{name}' is not supported yet.")
     # Templates know the older name of the role.
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": _content(at, message, images)}
@@ -233,7 +225,7 @@ def _called(at: str, call: ToolCall) -> dict[str, Any]:
             parsed = json.loads(arguments)
             arguments = parsed if isinstance(parsed, dict) else arguments
     else:
-        raise _missing(f"{at}.{call.type}")
+        raise missing_parameter(f"{at}.{call.type}")
     return {"id": call.id or "", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -244,7 +236,7 @@ def _content(at: str, message: Message, images: ChatImages) -> str:
     if content is None:
         if message.role == "assistant" and message.refusal is not None:
             return message.refusal
-        raise _missing(f"{at}.content")
+        raise missing_parameter(f"{at}.content")
     if isinstance(content, str):
         return content
     if not content:
@@ -252,11 +244,9 @@ def _content(at: str, message: Message, images: ChatImages) -> str:
     if not any(part.type == "image_url" for part in content):
         return "\n".join(_part(f"{at}.content[{j}]", part) for j, part in enumerate(content))
     if message.role not in {"user", "tool"}:
-        raise ApiError(
-            400,
+        raise unsupported_content(
+            f"{at}.content",
             f"Messages of the role {message.role!r} cannot contain images: send them in a user message.",
-            code="unsupported_content",
-            param=f"{at}.content",
         )
     joined, ends_in_text = "", False
     for j, part in enumerate(content):
@@ -270,20 +260,14 @@ def _content(at: str, message: Message, images: ChatImages) -> str:
 def _part(at: str, part: ContentPart) -> str:
     text = part.text if part.type == "text" else part.refusal if part.type == "refusal" else None
     if part.type not in {"text", "refusal"}:
-        raise ApiError(
-            400,
+        raise unsupported_content(
+            f"{at}.type",
             f"Content parts of type {part.type!r} are not supported: models read text and images "
             "('image_url').",
-            code="unsupported_content",
-            param=f"{at}.type",
         )
     if text is None:
-        raise _missing(f"{at}.{part.type}")
+        raise missing_parameter(f"{at}.{part.type}")
     return text
-
-
-def _missing(param: str) -> ApiError:
-    return ApiError(400, f"Missing required parameter: '{param}'.", "missing_required_parameter", param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -211,7 +211,7 @@ def _answer(pooled: PooledPrompts, body: EmbeddingRequest, name: str, warnings: 
     )
 
 
-@inference_route("/v1/embeddings", "embeddings", "createEmbedding")
+@inference_route("/v1/embeddings", "createEmbedding")
 async def embeddings(
     request: StrictRequest, data: Annotated[EmbeddingRequest, Body()]
 ) -> Response[EmbeddingList]:
@@ -310,7 +310,7 @@ async def find_reranker(model: LoadedModel) -> Reranker:
         asked = await off_loop(info.vocab_size, lambda: rows_of_gguf(model.path, model.loaded_at, answers))
         if asked is not None:
             found = await model.supervisor.weight_rows(asked)
-            return reranker_of(model.path, found)
+            return await off_loop(info.vocab_size, lambda: reranker_of(model.path, found))
         return await off_loop(info.vocab_size, lambda: read_reranker(model.path, model.loaded_at, answers))
     except ModelError:
         raise not_a_reranker("the rows of its head cannot be read from its files") from None
@@ -343,20 +343,20 @@ async def rank(
     )
 
 
-@inference_route("/v1/rerank", "rerank", "createRerank")
+@inference_route("/v1/rerank", "createRerank")
 async def rerank(request: StrictRequest, data: Annotated[RerankRequest, Body()]) -> Response[RerankResponse]:
     """Rank documents by their relevance to a query, the most relevant first."""
     return await _ranked(request, data, returns_documents=True)
 
 
-@inference_route("/rerank", "rerank_plain")
+@inference_route("/rerank")
 async def rerank_plain(
     request: StrictRequest, data: Annotated[RerankRequest, Body()]
 ) -> Response[RerankResponse]:
     return await _ranked(request, data, returns_documents=True)
 
 
-@inference_route("/v2/rerank", "rerank_v2", "createRerankV2")
+@inference_route("/v2/rerank", "createRerankV2")
 async def rerank_v2(
     request: StrictRequest, data: Annotated[RerankRequest, Body()]
 ) -> Response[RerankResponse]:

@@ -12,7 +12,7 @@ from litestar.params import FromPath, QueryParameter
 from litestar.response import Stream
 from msgspec import Struct
 
-from ...errors import ApiError
+from ...errors import ApiError, missing_parameter
 from ...services import Services
 from ...store.batches import Batch, BatchPage
 from ...store.files import StoredFile
@@ -49,18 +49,18 @@ class FileList(Struct, kw_only=True):
     has_more: bool
 
 
-@post(_PATH, status_code=200, opt={"access": Access.INFER}, name="files_create", operation_id="createFile")
+@post(_PATH, status_code=200, opt={"access": Access.INFER}, operation_id="createFile")
 async def create_file(request: StrictRequest) -> FileObject:
     """Keep a file: `multipart/form-data` with `file` and `purpose`, which is `batch`."""
     services, owner = services_and_owner(request)
     form = await _form(request)
     purpose, upload = form.get("purpose"), form.get("file")
     if purpose is None:
-        raise ApiError(400, "Missing required parameter: 'purpose'.", "missing_required_parameter", "purpose")
+        raise missing_parameter("purpose")
     if purpose != "batch":
         raise invalid("purpose", "only files for batches are supported: 'batch'")
     if not isinstance(upload, UploadFile):
-        raise ApiError(400, "Missing required parameter: 'file'.", "missing_required_parameter", "file")
+        raise missing_parameter("file")
     expires = _expires(form)
     name = upload.filename.rpartition("/")[2][:512] or "file"
     file = await services.files.add(upload.file, owner, name, "batch", expires)
@@ -94,7 +94,7 @@ def _expires(form: dict[str, Any]) -> float | None:
     return time.time() + number
 
 
-@get(_PATH, opt={"access": Access.STORED}, name="files", operation_id="listFiles")
+@get(_PATH, opt={"access": Access.STORED}, operation_id="listFiles")
 async def list_files(
     request: StrictRequest,
     purpose: Annotated[str | None, QueryParameter(max_length=64)] = None,
@@ -122,7 +122,7 @@ async def list_files(
     return FileList(data=data, first_id=first, last_id=last, has_more=len(found) > limit)
 
 
-@get(_ONE, opt={"access": Access.STORED}, name="file", operation_id="retrieveFile")
+@get(_ONE, opt={"access": Access.STORED}, operation_id="retrieveFile")
 async def retrieve_file(request: StrictRequest, file_id: FromPath[str]) -> FileObject:
     """Return the description of one file."""
     services, owner = services_and_owner(request)
@@ -131,7 +131,7 @@ async def retrieve_file(request: StrictRequest, file_id: FromPath[str]) -> FileO
     return _to_file_object(await _find(services, owner, file_id))
 
 
-@get(_ONE + "/content", opt={"access": Access.STORED}, name="file_content", operation_id="downloadFile")
+@get(_ONE + "/content", opt={"access": Access.STORED}, operation_id="downloadFile")
 async def file_content(request: StrictRequest, file_id: FromPath[str]) -> Response[Any]:
     """Return the file itself."""
     services, owner = services_and_owner(request)
@@ -141,7 +141,7 @@ async def file_content(request: StrictRequest, file_id: FromPath[str]) -> Respon
     return Stream(services.files.chunks(file), media_type="application/octet-stream")
 
 
-@delete(_ONE, status_code=200, opt={"access": Access.STORED}, name="file_delete", operation_id="deleteFile")
+@delete(_ONE, status_code=200, opt={"access": Access.STORED}, operation_id="deleteFile")
 async def delete_file(request: StrictRequest, file_id: FromPath[str]) -> DeletedObject:
     """Erase a file. With a batch's output or error file the whole batch goes: its requests and answers."""
     services, owner = services_and_owner(request)

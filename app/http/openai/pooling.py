@@ -206,7 +206,8 @@ async def find_classifier(model: LoadedModel) -> Classifier | None:
     try:
         asked = None if labels else await off_loop(1 << 20, lambda: class_rows_of_gguf(path, loaded_at))
         if asked is not None:
-            return classifier_of(path, await model.supervisor.weight_rows(asked))
+            rows = await model.supervisor.weight_rows(asked)
+            return await off_loop(1 << 20, lambda: classifier_of(path, rows))
         return await off_loop(1 << 20, lambda: read_classifier(path, loaded_at, labels))
     except ModelError:
         return None
@@ -327,13 +328,13 @@ async def _inputs(
     return build_pooling_generation(call, body, model, prompts, reservation, prefix=prefix, pooling=pooling)
 
 
-@inference_route("/v1/score", "score", "createScore")
+@inference_route("/v1/score", "createScore")
 async def score(request: StrictRequest, data: Annotated[ScoreRequest, Body()]) -> Response[ScoreList]:
     """Score the relevance or similarity of pairs of texts."""
     return await _scored(request, data)
 
 
-@inference_route("/score", "score_plain")
+@inference_route("/score")
 async def score_plain(request: StrictRequest, data: Annotated[ScoreRequest, Body()]) -> Response[ScoreList]:
     return await _scored(request, data)
 
@@ -344,7 +345,7 @@ async def _scored(request: StrictRequest, data: ScoreRequest) -> Response[ScoreL
     )
 
 
-@inference_route("/classify", "classify", "createClassification")
+@inference_route("/classify", "createClassification")
 async def classify_texts(
     request: StrictRequest, data: Annotated[ClassifyRequest, Body()]
 ) -> Response[ClassList]:
@@ -357,7 +358,7 @@ async def classify_texts(
     return await answer(request, prepare, lambda call, made: classify(call, data, *made))
 
 
-@inference_route("/pooling", "pooling", "createPooling")
+@inference_route("/pooling", "createPooling")
 async def pooling(request: StrictRequest, data: Annotated[PoolingRequest, Body()]) -> Response[PoolingList]:
     """Return a vector, or class probabilities, for each text."""
     return await answer(

@@ -17,7 +17,7 @@ from msgspec import UNSET
 from ...config.settings import LimitSettings
 from ...engines.admission import QueueReservation
 from ...engines.loaded_model import LoadedModel
-from ...errors import ApiError
+from ...errors import ApiError, unavailable
 from ...gateway.gateway import Gateway, max_in_engine, model_limit, system_fingerprint
 from ...gateway.generation import ContentRetention, Generation, deadline_error
 from ...gateway.open_request import CLIENT_CLOSED, OpenRequest
@@ -118,13 +118,7 @@ class RequestContext:
         if name is None:
             self.caller.require_model(model.name)
         if model.supervisor.info is None:
-            raise ApiError(
-                503,
-                f"{model.name} is not ready.",
-                code="model_loading",
-                type="server_error",
-                headers={"Retry-After": "2"},
-            )
+            raise unavailable(f"{model.name} is not ready.", "model_loading", retry_after=2)
         return model
 
     async def _find_model(self, name: str | None) -> LoadedModel:
@@ -212,7 +206,7 @@ class RequestContext:
 Prepared = TypeVar("Prepared")
 
 
-def inference_route(path: str, name: str, operation_id: str | None = None) -> post:
+def inference_route(path: str, operation_id: str | None = None) -> post:
     """Declare a POST route for callers who may use models. Without `operation_id` it is not in the API
     description.
     """
@@ -220,7 +214,6 @@ def inference_route(path: str, name: str, operation_id: str | None = None) -> po
         path,
         status_code=200,
         opt={"access": Access.INFER},
-        name=name,
         operation_id=operation_id,
         include_in_schema=operation_id is not None,
     )

@@ -103,7 +103,7 @@ def model_page(
     )
 
 
-@inference_route("/v1/chat/completions", "chat_completions", "createChatCompletion")
+@inference_route("/v1/chat/completions", "createChatCompletion")
 async def chat_completions(
     request: StrictRequest, data: Annotated[ChatCompletionRequest, Body()]
 ) -> Response[ChatCompletion]:
@@ -121,7 +121,7 @@ async def chat_completions(
     )
 
 
-@inference_route("/v1/completions", "completions", "createCompletion")
+@inference_route("/v1/completions", "createCompletion")
 async def completions(
     request: StrictRequest, data: Annotated[CompletionRequest, Body()]
 ) -> Response[Completion]:
@@ -134,7 +134,7 @@ async def completions(
     )
 
 
-@get("/v1/models", opt={"access": Access.KNOWN}, name="models", operation_id="listModels")
+@get("/v1/models", opt={"access": Access.KNOWN}, operation_id="listModels")
 async def models(
     request: StrictRequest,
     limit: Annotated[int, QueryParameter(ge=1, le=1000)] = 20,
@@ -152,7 +152,7 @@ async def models(
     return ModelList(data=listed)
 
 
-@get("/v1/models/{model_id:path}", opt={"access": Access.KNOWN}, name="model", operation_id="retrieveModel")
+@get("/v1/models/{model_id:path}", opt={"access": Access.KNOWN}, operation_id="retrieveModel")
 async def model(request: StrictRequest, model_id: Annotated[str, Parameter()]) -> ModelCard | AnthropicModel:
     """Return one model; ids may contain slashes."""
     wanted = model_id.removeprefix("/")
@@ -163,11 +163,7 @@ async def model(request: StrictRequest, model_id: Annotated[str, Parameter()]) -
 
 
 @delete(
-    "/v1/models/{model_id:path}",
-    status_code=200,
-    opt={"access": Access.ADMIN},
-    name="remove_model",
-    operation_id="deleteModel",
+    "/v1/models/{model_id:path}", status_code=200, opt={"access": Access.ADMIN}, operation_id="deleteModel"
 )
 async def remove_model(request: StrictRequest, model_id: Annotated[str, Parameter()]) -> DeletedModel:
     """Delete a model from this disk, as `llmbox rm` does; one that was adopted is only forgotten."""
@@ -178,7 +174,7 @@ async def remove_model(request: StrictRequest, model_id: Annotated[str, Paramete
     return DeletedModel(id=name)
 
 
-@inference_route("/tokenize", "tokenize", "tokenize")
+@inference_route("/tokenize", "tokenize")
 async def tokenize(request: StrictRequest, data: Annotated[TokenizeRequest, Body()]) -> Tokenized:
     """Return the token ids of a text, or of a conversation as the model would see it."""
     call = await RequestContext.of(request)
@@ -201,7 +197,7 @@ async def tokenize(request: StrictRequest, data: Annotated[TokenizeRequest, Body
     return Tokenized(tokens=ids, count=len(ids), max_model_len=limit, token_strs=strings)
 
 
-@inference_route("/detokenize", "detokenize", "detokenize")
+@inference_route("/detokenize", "detokenize")
 async def detokenize(request: StrictRequest, data: Annotated[DetokenizeRequest, Body()]) -> Detokenized:
     """Return the text of token ids, special tokens by name."""
     call = await RequestContext.of(request)
@@ -213,7 +209,7 @@ async def detokenize(request: StrictRequest, data: Annotated[DetokenizeRequest, 
     return Detokenized(prompt=text)
 
 
-@get("/tokenizer_info", opt={"access": Access.INFER}, name="tokenizer_info", operation_id="tokenizerInfo")
+@get("/tokenizer_info", opt={"access": Access.INFER}, operation_id="tokenizerInfo")
 async def tokenizer_info(
     request: StrictRequest, model: Annotated[str | None, QueryParameter(max_length=512)] = None
 ) -> dict[str, Any]:

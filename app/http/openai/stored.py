@@ -10,7 +10,7 @@ from litestar import Router, delete, get, post
 from litestar.params import Body, FromPath, FromQuery, QueryParameter
 from msgspec import Struct
 
-from ...errors import ApiError
+from ...errors import ApiError, unsupported_parameter
 from ...store.stored_answers import Kind, StoredAnswer, StoredAnswers, StoredFilter
 from ..auth.guard import Access, services_and_owner
 from ..server.request import StrictRequest
@@ -98,11 +98,9 @@ class Store:
     ) -> "Store":
         """Return the slot. Raises ApiError 400 where nothing is stored here."""
         if not call.services.settings.requests.store:
-            raise ApiError(
-                400,
+            raise unsupported_parameter(
+                "store",
                 "The value of 'store' is not supported. Storing is switched off here: requests.store.",
-                code="unsupported_parameter",
-                param="store",
             )
         metadata = metadata or {}
         check_metadata(metadata)
@@ -168,7 +166,7 @@ class ChatUpdate(Struct, kw_only=True):
     """Replaces the stored metadata."""
 
 
-@get("/v1/chat/completions", name="stored_chats", operation_id="listChatCompletions")
+@get("/v1/chat/completions", operation_id="listChatCompletions")
 async def stored_chats(
     request: StrictRequest,
     after: After = None,
@@ -193,14 +191,14 @@ async def stored_chats(
     return page_of([_restore_answer(each) for each in found], limit)
 
 
-@get(_PATH, name="stored_chat", operation_id="getChatCompletion")
+@get(_PATH, operation_id="getChatCompletion")
 async def stored_chat(request: StrictRequest, completion_id: FromPath[str]) -> StoredChatCompletion:
     """Return one of the caller's stored chats."""
     result: StoredChatCompletion = _restore_answer(await _find(request, completion_id))
     return result
 
 
-@post(_PATH, status_code=200, name="stored_chat_update", operation_id="updateChatCompletion")
+@post(_PATH, status_code=200, operation_id="updateChatCompletion")
 async def update_chat(
     request: StrictRequest, completion_id: FromPath[str], data: Annotated[ChatUpdate, Body()]
 ) -> StoredChatCompletion:
@@ -214,7 +212,7 @@ async def update_chat(
     return result
 
 
-@delete(_PATH, status_code=200, name="stored_chat_delete", operation_id="deleteChatCompletion")
+@delete(_PATH, status_code=200, operation_id="deleteChatCompletion")
 async def delete_chat(request: StrictRequest, completion_id: FromPath[str]) -> DeletedObject:
     """Erase a stored chat; its bytes are overwritten."""
     services, owner = services_and_owner(request)
@@ -223,7 +221,7 @@ async def delete_chat(request: StrictRequest, completion_id: FromPath[str]) -> D
     return DeletedObject(id=completion_id, object="chat.completion.deleted")
 
 
-@get(_PATH + "/messages", name="stored_chat_messages", operation_id="getChatCompletionMessages")
+@get(_PATH + "/messages", operation_id="getChatCompletionMessages")
 async def chat_messages(
     request: StrictRequest,
     completion_id: FromPath[str],

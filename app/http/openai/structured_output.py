@@ -1,9 +1,11 @@
 """Structured output: fields that constrain the answer, compiled into a grammar for the engine."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from llmbox.engine.sampling_params import SamplingParams
 
@@ -210,27 +212,17 @@ def _check_others(fields: GenerationFields, param: str) -> None:
         raise invalid("min_tokens", f"it cannot be combined with '{param}'")
 
 
-def _given(fields: GenerationFields, most: int) -> list[tuple[str, Grammar | None]]:
-    """Return every field that may constrain the answer with its grammar, None where it does not."""
-    given = [
-        ("response_format", _of_format(fields.response_format, most)),
-        ("guided_json", _schema("guided_json", fields.guided_json, most)),
-        ("guided_regex", _regex("guided_regex", fields.guided_regex, most)),
-        ("guided_choice", _choice("guided_choice", fields.guided_choice, most)),
-        ("guided_grammar", _grammar("guided_grammar", fields.guided_grammar, most)),
-        ("guided_json_object", json_schema(_ANY_OBJECT) if fields.guided_json_object else None),
-    ]
+def _given(fields: GenerationFields, most: int) -> Iterator[tuple[str, Grammar | None]]:
+    """Yield every field that may constrain the answer with its grammar, None where it does not."""
+    yield "response_format", _of_format(fields.response_format, most)
+    places: list[tuple[str, str, msgspec.Struct]] = [("guided_", "guided_", fields)]
     if (outputs := fields.structured_outputs) is not None:
         refuse_unsupported(outputs)
-        at = "structured_outputs"
-        given += [
-            (f"{at}.json", _schema(f"{at}.json", outputs.json, most)),
-            (f"{at}.regex", _regex(f"{at}.regex", outputs.regex, most)),
-            (f"{at}.choice", _choice(f"{at}.choice", outputs.choice, most)),
-            (f"{at}.grammar", _grammar(f"{at}.grammar", outputs.grammar, most)),
-            (f"{at}.json_object", json_schema(_ANY_OBJECT) if outputs.json_object else None),
-        ]
-    return given
+        places.append(("", "structured_outputs.", outputs))
+    for prefix, at, place in places:
+        for name, make in _MAKERS.items():
+            value = getattr(place, prefix + name)
+            yield at + name, None if value is None else make(at + name, value, most)
 
 
 def _of_format(asked: ResponseFormat | None, most: int) -> Grammar | None:
@@ -243,11 +235,8 @@ def _of_format(asked: ResponseFormat | None, most: int) -> Grammar | None:
     return _schema("response_format", asked.json_schema.schema or _ANY_OBJECT, most)
 
 
-def _schema(param: str, schema: str | dict[str, Any] | None, most: int) -> Grammar | None:
-    if schema is None:
-        return None
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    _check_size(param, text, most)
+def _schema(param: str, schema: str | dict[str, Any], most: int) -> Grammar:
+    _check_size(param, schema if isinstance(schema, str) else json.dumps(schema), most)
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -258,29 +247,26 @@ def _schema(param: str, schema: str | dict[str, Any] | None, most: int) -> Gramm
     return json_schema(schema)
 
 
-def _regex(param: str, pattern: str | None, most: int) -> Grammar | None:
-    if pattern is None:
-        return None
-    _check_size(param, pattern, most)
-    return regex(pattern)
-
-
-def _choice(param: str, texts: list[str] | None, most: int) -> Grammar | None:
-    if texts is None:
-        return None
+def _choice(param: str, texts: list[str], most: int) -> Grammar:
     _check_size(param, "".join(texts), most)
     if not all(texts) or not texts:
         raise invalid(param, "there must be at least one text, and none may be empty")
     return choice(texts)
 
 
-def _grammar(param: str, grammar: str | None, most: int) -> Grammar | None:
-    if grammar is None:
-        return None
-    _check_size(param, grammar, most)
-    return written(grammar)
-
-
-def _check_size(param: str, text: str, most: int) -> None:
+def _check_size(param: str, text: str, most: int) -> str:
     if len(text.encode("utf-8", "replace")) > most:
         raise invalid(param, f"it has at most {most} bytes")
+    return text
+
+
+_MAKERS: dict[str, Callable[[str, Any, int], Grammar | None]] = {
+    "json": _schema,
+    "regex": lambda param, pattern, most: regex(_check_size(param, pattern, most)),
+    "choice": _choice,
+    "grammar": lambda param, grammar, most: written(_check_size(param, grammar, most)),
+    "json_object": lambda _, wanted, __: json_schema(_ANY_OBJECT) if wanted else None,
+}
+"""Makers of a field's grammar, by the name without a prefix. They get its whole name, its value, and the most
+bytes of it.
+"""

@@ -8,7 +8,7 @@ from typing import Any, Final, get_type_hints
 
 import msgspec
 
-from ...errors import ApiError
+from ...errors import unsupported_parameter
 from .request_types import Later, Never
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -80,11 +80,8 @@ def refuse_unsupported(request: msgspec.Struct, inside: str = "") -> None:
         value = getattr(request, name)
         if value is not None and not _harmless(name, value):
             reason = _REASONS.get(name, "This server does not support it yet.")
-            raise ApiError(
-                400,
-                f"The value of '{inside}{name}' is not supported. {reason}",
-                code="unsupported_parameter",
-                param=inside + name,
+            raise unsupported_parameter(
+                inside + name, f"The value of '{inside}{name}' is not supported. {reason}"
             )
 
 
@@ -181,11 +178,8 @@ def refuse_foreign(plain: Mapping[str, Any]) -> None:
                 continue  # Ollama's clients send its default, and are warned
             if name in _ONLY_WITH and all(fields.get(each) in _NO_PENALTY for each in _ONLY_WITH[name]):
                 continue
-            raise ApiError(
-                400,
-                f"The value of '{at}{name}' is not supported. {reason}",
-                code="unsupported_parameter",
-                param=f"{at}{name}",
+            raise unsupported_parameter(
+                f"{at}{name}", f"The value of '{at}{name}' is not supported. {reason}"
             )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
-from ...errors import ApiError
+from ...errors import unsupported_content
 from ...gateway.generation import TokenUsage
 from ..openai.sampling import invalid
 from .request_types import (
@@ -81,12 +81,7 @@ def _add(messages: list[dict[str, Any]], at: str, item: dict[str, Any], joined: 
         case "additional_tools":
             pass
         case kind:
-            raise ApiError(
-                400,
-                f"Items of type {kind!r} are not supported.",
-                code="unsupported_content",
-                param=f"{at}.type",
-            )
+            raise unsupported_content(f"{at}.type", f"Items of type {kind!r} are not supported.")
 
 
 def summary_item(id_: str, summary: str) -> dict[str, Any]:
@@ -124,12 +119,10 @@ def _text(at: str, content: str | list[ContentPartParam]) -> str:
         return content
     for number, part in enumerate(content):
         if part.type not in _TEXTS:
-            raise ApiError(
-                400,
+            raise unsupported_content(
+                f"{at}[{number}].type",
                 f"Content parts of type {part.type!r} are not supported: models read text, and images of "
                 "users ('input_image').",
-                code="unsupported_content",
-                param=f"{at}[{number}].type",
             )
     return "\n".join(part.text or part.refusal or "" for part in content)
 
@@ -143,11 +136,9 @@ def _content(at: str, content: str | list[ContentPartParam]) -> str | list[dict[
         if part.type != "input_image":
             parts.append({"type": "text", "text": _text(f"{at}[{number}]", [part])})
         elif part.image_url is None:
-            raise ApiError(
-                400,
+            raise unsupported_content(
+                f"{at}[{number}]",
                 "An image needs an 'image_url': files of this server ('file_id') are not supported.",
-                code="unsupported_content",
-                param=f"{at}[{number}]",
             )
         else:
             url = {"url": part.image_url, "detail": part.detail}

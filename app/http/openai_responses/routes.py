@@ -38,6 +38,7 @@ from .stored import (
     STREAM,
     check_background,
     complete_response,
+    queue_full,
     start_background,
     stored_responses_router,
     stream_response,
@@ -81,7 +82,7 @@ class ItemsCreate(Struct, kw_only=True):
     items: list[dict[str, Any]]
 
 
-@post("/v1/conversations", status_code=200, name="conversation_create", operation_id="createConversation")
+@post("/v1/conversations", status_code=200, operation_id="createConversation")
 async def create_conversation(
     request: StrictRequest, data: Annotated[ConversationCreate, Body()]
 ) -> Conversation:
@@ -109,13 +110,13 @@ async def create_conversation(
     return made
 
 
-@get(_PATH, name="conversation", operation_id="getConversation")
+@get(_PATH, operation_id="getConversation")
 async def get_conversation(request: StrictRequest, conversation_id: FromPath[str]) -> Conversation:
     """Return one of the caller's conversations."""
     return _to_conversation(await _find(request, conversation_id))
 
 
-@post(_PATH, status_code=200, name="conversation_update", operation_id="updateConversation")
+@post(_PATH, status_code=200, operation_id="updateConversation")
 async def update_conversation(
     request: StrictRequest, conversation_id: FromPath[str], data: Annotated[ConversationUpdate, Body()]
 ) -> Conversation:
@@ -127,7 +128,7 @@ async def update_conversation(
     return _to_conversation(await _find(request, conversation_id))
 
 
-@delete(_PATH, status_code=200, name="conversation_delete", operation_id="deleteConversation")
+@delete(_PATH, status_code=200, operation_id="deleteConversation")
 async def delete_conversation(request: StrictRequest, conversation_id: FromPath[str]) -> DeletedObject:
     """Erase a conversation with its items; the bytes are overwritten. Responses of it that were stored by
     themselves stay.
@@ -138,7 +139,7 @@ async def delete_conversation(request: StrictRequest, conversation_id: FromPath[
     return DeletedObject(id=conversation_id, object="conversation.deleted")
 
 
-@post(_ITEMS, status_code=200, name="conversation_items_create", operation_id="createConversationItems")
+@post(_ITEMS, status_code=200, operation_id="createConversationItems")
 async def create_items(
     request: StrictRequest, conversation_id: FromPath[str], data: Annotated[ItemsCreate, Body()]
 ) -> StoredPage:
@@ -154,7 +155,7 @@ async def create_items(
     return page_of(added, len(added))
 
 
-@get(_ITEMS, name="conversation_items", operation_id="listConversationItems")
+@get(_ITEMS, operation_id="listConversationItems")
 async def list_items(
     request: StrictRequest,
     conversation_id: FromPath[str],
@@ -167,7 +168,7 @@ async def list_items(
     return page_after(list(found.input), after, limit, order)
 
 
-@get(_ITEM, name="conversation_item", operation_id="getConversationItem")
+@get(_ITEM, operation_id="getConversationItem")
 async def get_item(
     request: StrictRequest, conversation_id: FromPath[str], item_id: FromPath[str]
 ) -> dict[str, Any]:
@@ -180,7 +181,7 @@ async def get_item(
     raise _no_item(item_id)
 
 
-@delete(_ITEM, status_code=200, name="conversation_item_delete", operation_id="deleteConversationItem")
+@delete(_ITEM, status_code=200, operation_id="deleteConversationItem")
 async def delete_item(
     request: StrictRequest, conversation_id: FromPath[str], item_id: FromPath[str]
 ) -> Conversation:
@@ -201,13 +202,7 @@ def _check(items: list[dict[str, Any]]) -> None:
 
 def _require_room(put: bool) -> None:
     if not put:
-        raise ApiError(
-            503,
-            "The write queue of the disk is full. Try again later.",
-            "request_log_unavailable",
-            type="server_error",
-            headers={"Retry-After": "5"},
-        )
+        raise queue_full()
 
 
 async def _find(request: StrictRequest, id_: str) -> StoredAnswer:
@@ -287,8 +282,7 @@ async def summarize(gateway: Gateway, summary: PreparedSummary) -> CompactedResp
     chat = summary.prepared.chat
     parser = chat.parsing.parser()
     with gateway.open(chat.generation) as opened:
-        parts = parser.push("".join([delta.text async for delta in opened.deltas()]))
-    parts.add(parser.finish())
+        parts = parser.parse_whole("".join([delta.text async for delta in opened.deltas()]))
     base = chat.generation.id.removeprefix(_ID)
     return CompactedResponse(
         id=chat.generation.id,
@@ -309,7 +303,7 @@ def _with_ids(items: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
     return made
 
 
-@inference_route("/v1/responses", "responses", "createResponse")
+@inference_route("/v1/responses", "createResponse")
 async def responses(
     request: StrictRequest, data: Annotated[ResponseRequest, Body()]
 ) -> Response[ResponseObject]:
@@ -333,7 +327,7 @@ async def responses(
     return Response(await while_connected(request.receive, work))
 
 
-@inference_route("/v1/responses/input_tokens", "response_input_tokens", "countInputTokens")
+@inference_route("/v1/responses/input_tokens", "countInputTokens")
 async def input_tokens(request: StrictRequest, data: Annotated[InputTokensRequest, Body()]) -> InputTokens:
     """Count the tokens that the prompt of such a request would have."""
     call = await RequestContext.of(request)
@@ -341,7 +335,7 @@ async def input_tokens(request: StrictRequest, data: Annotated[InputTokensReques
         return InputTokens(input_tokens=await count_input_tokens(call, data))
 
 
-@inference_route("/v1/responses/compact", "response_compact", "compactResponse")
+@inference_route("/v1/responses/compact", "compactResponse")
 async def compact(
     request: StrictRequest, data: Annotated[CompactRequest, Body()]
 ) -> Response[CompactedResponse]:

@@ -9,7 +9,7 @@ import msgspec
 from litestar import Response, Router, delete, get, post
 from litestar.params import FromPath, QueryParameter
 
-from ...errors import ApiError
+from ...errors import ApiError, unavailable, unsupported_parameter
 from ...gateway.gateway import Gateway
 from ...gateway.open_request import OpenRequest
 from ...services import Services
@@ -126,13 +126,18 @@ class LiveResponse:
 def check_background(request: ResponseRequest) -> None:
     """Check the fields of a background response. Raises ApiError 400."""
     if request.background and not request.store:
-        raise ApiError(
-            400,
+        raise unsupported_parameter(
+            "background",
             "The value of 'background' is not supported. It needs 'store': true: nothing is stored"
             " unless the request asks for it.",
-            code="unsupported_parameter",
-            param="background",
         )
+
+
+def queue_full() -> ApiError:
+    """Build the error of an answer or of items that cannot be stored."""
+    return unavailable(
+        "The write queue of the disk is full. Try again later.", "request_log_unavailable", retry_after=5
+    )
 
 
 def start_background(call: RequestContext, prepared: PreparedResponse, store: Store) -> LiveResponse:
@@ -141,13 +146,7 @@ def start_background(call: RequestContext, prepared: PreparedResponse, store: St
     writer = ResponseEventWriter(opened, prepared)
     response = writer.response()
     if not writer.keep(response):
-        full = ApiError(
-            503,
-            "The write queue of the disk is full. Try again later.",
-            "request_log_unavailable",
-            type="server_error",
-            headers={"Retry-After": "5"},
-        )
+        full = queue_full()
         opened.end(full.status, full.code or "")
         raise full
     live = LiveResponse(writer)
@@ -159,7 +158,7 @@ _PATH = "/v1/responses/{response_id:str}"
 _LOST = "The daemon stopped before this response had ended, or its end could not be stored."
 
 
-@get(_PATH, name="stored_response", operation_id="getResponse")
+@get(_PATH, operation_id="getResponse")
 async def stored_response(
     request: StrictRequest,
     response_id: FromPath[str],
@@ -182,7 +181,7 @@ async def stored_response(
     return EventStreamResponse(_replay_events(found, after), STREAM)
 
 
-@post(_PATH + "/cancel", status_code=200, name="stored_response_cancel", operation_id="cancelResponse")
+@post(_PATH + "/cancel", status_code=200, operation_id="cancelResponse")
 async def cancel_response(request: StrictRequest, response_id: FromPath[str]) -> Response[ResponseObject]:
     """Cancel a background response; the output that it already has stays."""
     services, owner = services_and_owner(request)
@@ -199,7 +198,7 @@ async def cancel_response(request: StrictRequest, response_id: FromPath[str]) ->
     return Response(result)
 
 
-@delete(_PATH, status_code=200, name="stored_response_delete", operation_id="deleteResponse")
+@delete(_PATH, status_code=200, operation_id="deleteResponse")
 async def delete_response(request: StrictRequest, response_id: FromPath[str]) -> DeletedObject:
     """Erase a response; its bytes are overwritten. One that is being generated is cancelled first."""
     services, owner = services_and_owner(request)
@@ -209,7 +208,7 @@ async def delete_response(request: StrictRequest, response_id: FromPath[str]) ->
     return DeletedObject(id=response_id, object="response")
 
 
-@get(_PATH + "/input_items", name="stored_input_items", operation_id="listInputItems")
+@get(_PATH + "/input_items", operation_id="listInputItems")
 async def input_items(
     request: StrictRequest,
     response_id: FromPath[str],

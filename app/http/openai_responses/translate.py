@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...engines.loaded_model import LoadedModel
-from ...errors import ApiError
+from ...errors import ApiError, unsupported_parameter
 from ...gateway.gateway import model_limit
 from ...services import Services
 from ...store.stored_answers import StoredAnswer, StoredAnswers
@@ -158,11 +158,8 @@ async def find_conversation(services: Services, owner: str, id_: str, param: str
 def require_storing(services: Services, param: str | None) -> None:
     """Check that storing is allowed: a conversation is explicit storage. Raises ApiError 400."""
     if not services.settings.requests.store:
-        raise ApiError(
-            400,
-            "Conversations are not supported. Storing is switched off here: requests.store.",
-            code="unsupported_parameter",
-            param=param,
+        raise unsupported_parameter(
+            param, "Conversations are not supported. Storing is switched off here: requests.store."
         )
 
 

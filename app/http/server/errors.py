@@ -12,7 +12,7 @@ from litestar import Request, Response
 from litestar.connection import ASGIConnection
 from litestar.exceptions import HTTPException, ValidationException
 
-from ...errors import ApiError
+from ...errors import ApiError, unavailable
 from ...store.record import StoreError
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def to_api_error(error: BaseException) -> ApiError:
 
 def _log_unavailable(error: StoreError) -> ApiError:
     message = f"The request log cannot be used now: {error}"
-    return ApiError(503, message, "request_log_unavailable", None, "server_error", {"Retry-After": "5"})
+    return unavailable(message, "request_log_unavailable", retry_after=5)
 
 
 def error_type(status: int) -> str:

@@ -15,6 +15,7 @@ from litestar.types import ASGIApp, Message, Receive, Send
 from ...errors import ApiError
 from ...gateway.request_times import ExchangeClock
 from ...lifecycle.drain import Drain, shutting_down
+from ...util.threads import off_loop
 from .errors import ClientGone, encode_error, error_type, to_api_error
 from .origin import (
     Cors,
@@ -253,7 +254,8 @@ class _RequestScope:
         elif self._held is not None:
             held, self._held = self._held, None
             if not message.get("more_body", False):
-                held, message = pack(held, message)
+                whole, body = held, message
+                held, message = await off_loop(len(body.get("body", b"")), lambda: pack(whole, body))
             await self._send(held)
         if message["type"] == "http.response.body" and self._head:
             message = {"type": "http.response.body", "body": b"", "more_body": False}

@@ -17,7 +17,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.types import Scope
 from msgspec import inspect
 
-from ...errors import ApiError
+from ...errors import ApiError, missing_parameter
 
 if TYPE_CHECKING:
     from ...services import Services
@@ -93,7 +93,7 @@ def invalid(message: str, kind: Any = Any) -> ApiError:
     text = message[: place.start()] if place else message
     if missing := _MISSING.search(text):
         param = f"{param}.{missing['name']}" if param else missing["name"]
-        return ApiError(400, f"Missing required parameter: '{param}'.", "missing_required_parameter", param)
+        return missing_parameter(param)
     text = text.replace("`", "")
     where = f"'{param}'" if param else "the body"
     code = "invalid_type" if ", got " in text else "invalid_value"

@@ -15,6 +15,9 @@ from ..batches import Batch, BatchCounts, BatchItem, BatchKind, BatchPage, Batch
 from ..stored_answers import encode_json
 from ..tables import BatchItemRow, BatchRow, delete_rows
 
+_SAME = ("owner", "id", "created", "expires", "ended", "cancelled", "total", "seq")
+"""Fields of a batch that are columns of the same name."""
+
 
 def add(engine: Engine, batch: Batch, items: Sequence[BatchItem]) -> Batch:
     row = {
@@ -35,7 +38,7 @@ def add(engine: Engine, batch: Batch, items: Sequence[BatchItem]) -> Batch:
 def get(engine: Engine, kind: BatchKind, owner: str, id_: str) -> Batch | None:
     with Session(engine) as session:
         row = session.scalars(select(BatchRow).where(_is(kind, owner, id_))).first()
-        return None if row is None else _batch(session, row)
+        return None if row is None else _batches(session, [row])[0]
 
 
 def find(engine: Engine, page: BatchPage) -> list[Batch] | None:
@@ -51,14 +54,14 @@ def find(engine: Engine, page: BatchPage) -> list[Batch] | None:
             statement = statement.where(seq > place if newer else seq < place)
         nearest = bool(page.before) and not page.after
         ordered = statement.order_by(seq.asc() if nearest else seq.desc()).limit(page.limit + 1)
-        return [_batch(session, row) for row in session.scalars(ordered)]
+        return _batches(session, session.scalars(ordered).all())
 
 
 def unfinished(engine: Engine) -> list[Batch]:
     """Batches that have not ended, oldest first."""
     statement = select(BatchRow).where(col(BatchRow.ended).is_(None)).order_by(col(BatchRow.seq))
     with Session(engine) as session:
-        return [_batch(session, row) for row in session.scalars(statement)]
+        return _batches(session, session.scalars(statement).all())
 
 
 def pending(engine: Engine, batch: int, after: int, limit: int) -> list[BatchItem]:
@@ -155,8 +158,8 @@ def size(engine: Engine, owner: str | None = None) -> int:
 
 
 def _end_if_done(connection: Connection, batch: int) -> None:
-    left = select(func.count()).where(col(BatchItemRow.batch) == batch, col(BatchItemRow.status) == "pending")
-    if not connection.execute(left).scalar_one():
+    pending = col(BatchItemRow.batch) == batch, col(BatchItemRow.status) == "pending"
+    if connection.execute(select(col(BatchItemRow.seq)).where(*pending).limit(1)).first() is None:
         connection.execute(change(BatchRow).where(col(BatchRow.seq) == batch).values(ended=time.time()))
 
 
@@ -178,31 +181,26 @@ def _is(kind: BatchKind, owner: str, id_: str) -> ColumnElement[bool]:
     return and_(col(BatchRow.kind) == kind, col(BatchRow.owner) == owner, col(BatchRow.id) == id_)
 
 
-def _batch(session: Session, row: BatchRow) -> Batch:
-    return Batch(
-        kind="openai" if row.kind == "openai" else "anthropic",
-        owner=row.owner,
-        id=row.id,
-        created=row.created,
-        expires=row.expires,
-        ended=row.ended,
-        cancelled=row.cancelled,
-        total=row.total,
-        details=msgspec.json.decode(row.details),
-        counts=_counts(session, row.seq or 0),
-        seq=row.seq or 0,
-    )
+def _batches(session: Session, rows: Sequence[BatchRow]) -> list[Batch]:
+    counts = _counts(session, [row.seq for row in rows])
+    return [
+        Batch(
+            kind="openai" if row.kind == "openai" else "anthropic",
+            details=msgspec.json.decode(row.details),
+            counts=BatchCounts(**counts[row.seq]),
+            **{name: getattr(row, name) for name in _SAME},
+        )
+        for row in rows
+    ]
 
 
-def _counts(session: Session, batch: int) -> BatchCounts:
+def _counts(session: Session, batches: Sequence[int | None]) -> dict[int | None, dict[str, int]]:
+    """Count the items of each batch by their status."""
+    batch, status = col(BatchItemRow.batch), col(BatchItemRow.status)
     is_ok = col(BatchItemRow.http_status) == 200
-    rows = session.execute(
-        select(col(BatchItemRow.status), is_ok, func.count())
-        .where(col(BatchItemRow.batch) == batch)
-        .group_by(col(BatchItemRow.status), is_ok)
-    )
-    found: dict[str, int] = {}
-    for status, ok, count in rows:
-        name = ("succeeded" if ok else "failed") if status == "done" else status
-        found[name] = found.get(name, 0) + count
-    return BatchCounts(**found)
+    found: dict[int | None, dict[str, int]] = {each: {} for each in batches}
+    statement = select(batch, status, is_ok, func.count()).where(batch.in_(batches))
+    for number, word, ok, count in session.execute(statement.group_by(batch, status, is_ok)):
+        name = ("succeeded" if ok else "failed") if word == "done" else word
+        found[number][name] = found[number].get(name, 0) + count
+    return found

@@ -11,7 +11,7 @@ from sqlmodel import Session, col
 
 from ..database import give_back_space
 from ..stored_answers import Kind, StoredAnswer, StoredFilter, StoredTotal, encode_json
-from ..tables import BatchRow, ConversationRow, PanelItemRow, StoredRow, delete_owners_but, delete_rows
+from ..tables import BatchRow, ConversationRow, PanelItemRow, StoredRow, delete_rows
 
 _OVER = text(
     "DELETE FROM stored WHERE seq IN (SELECT seq FROM"
@@ -45,17 +45,19 @@ def put(engine: Engine, answer: StoredAnswer) -> int:
 
 
 def get(engine: Engine, kind: Kind, owner: str, id_: str) -> StoredAnswer | None:
-    with Session(engine) as session:
-        row = session.scalars(select(StoredRow).where(_is(kind, owner, id_))).first()
-        return None if row is None else _answer(row)
+    return next(iter(chain(engine, kind, owner, id_, 1)), None)
 
 
 def chain(engine: Engine, kind: Kind, owner: str, id_: str, most: int) -> list[StoredAnswer]:
     """Return the answers of a chain, oldest first."""
     found: list[StoredAnswer] = []
-    while id_ and len(found) < most and (answer := get(engine, kind, owner, id_)) is not None:
-        found.append(answer)
-        id_ = answer.previous
+    with Session(engine) as session:  # one connection for all of them: opening one takes longer than a look
+        while id_ and len(found) < most:
+            row = session.scalars(select(StoredRow).where(_is(kind, owner, id_))).first()
+            if row is None:
+                break
+            found.append(_answer(row))
+            id_ = row.previous
     return found[::-1]
 
 
@@ -133,8 +135,13 @@ def erase_owners_but(engine: Engine, known: frozenset[str]) -> int:
     """Delete answers, batches, conversations and items of the panel that belong to keys that are not `known`,
     with the copies in the write-ahead log. Rows without an owner stay.
     """
-    tables = (BatchRow, ConversationRow, PanelItemRow, StoredRow)
-    count = sum(delete_owners_but(engine, table, known) for table in tables)
+    count = 0
+    with engine.begin() as connection:
+        for table in (StoredRow, BatchRow, ConversationRow, PanelItemRow):
+            owner = col(table.owner)
+            owners = connection.execute(select(owner).distinct()).scalars().all()
+            for gone in (each for each in owners if each and each not in known):
+                count += connection.execute(delete_from(table).where(owner == gone)).rowcount
     if count:
         give_back_space(engine)
     return count

@@ -78,6 +78,12 @@ class OutputParser:
             pass
         return parts
 
+    def parse_whole(self, text: str) -> ParsedOutput:
+        """Parse the rest of an answer at once, to its end."""
+        parts = self.push(text)
+        parts.add(self.finish())
+        return parts
+
     def finish(self) -> ParsedOutput:
         """Return the held-back text, at the answer's end."""
         parts = ParsedOutput()

@@ -169,8 +169,12 @@ def _read(stdout: IO[bytes], deadline: float) -> Any:
 def _read_exactly(stdout: IO[bytes], size: int, deadline: float) -> bytes:
     """Read `size` bytes. Raises OSError where the process ended or is silent."""
     pieces: list[bytes] = []
+    waiting = (
+        select.poll()
+    )  # `select.select` takes no descriptor above 1023, and the daemon may have thousands
+    waiting.register(stdout, select.POLLIN)
     while size:
-        if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not waiting.poll(1000 * max(0.0, deadline - time.monotonic())):
             raise TimeoutError
         piece = os.read(stdout.fileno(), size)
         if not piece:

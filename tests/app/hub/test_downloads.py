@@ -16,7 +16,7 @@ import pytest
 from llmbox.app.errors import ApiError
 from llmbox.app.events import Events
 from llmbox.app.hub import download as fetching
-from llmbox.app.hub import transfer
+from llmbox.app.hub import download_queue, transfer
 from llmbox.app.hub.cache_layout import Repo
 from llmbox.app.hub.download import Download, DownloadSettings
 from llmbox.app.hub.download_queue import Downloads
@@ -614,6 +614,18 @@ async def test_cancel_leaves_nothing(place: Place, hub: StubHub):
         with pytest.raises(ApiError, match="is cancelled"):
             await downloads.cancel(NAME)
         assert not place.state_file.exists()
+
+
+async def test_short_names_cancel_and_dismiss_as_full_ones(place: Place, hub: StubHub, monkeypatch):
+    monkeypatch.setattr(download_queue, "full_name", lambda text: NAME if text == "short:1b" else text)
+    hub.hold_after = 32_768
+    async with place.downloads() as downloads:
+        download = downloads.start("short:1b")
+        await until(lambda: download.done > 30_000)
+        assert (await downloads.cancel("short:1b")).state == "cancelled"
+        await until(lambda: not list(place.cache.rglob("*.incomplete")))
+        await downloads.dismiss("short:1b")
+        assert downloads.all() == []
 
 
 async def test_two_pulls_are_one_download(place: Place, hub: StubHub):

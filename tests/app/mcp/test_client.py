@@ -8,6 +8,7 @@ import pytest
 
 from llmbox.app.errors import ApiError
 from llmbox.app.mcp import client as mcp_client
+from llmbox.app.mcp.channels import StdioChannel
 from llmbox.app.mcp.client import McpClients
 from llmbox.app.store.conversations import ChatToolServer
 from support import mcp_server
@@ -118,3 +119,20 @@ async def test_urls_that_are_no_mcp_server_say_why(clients, http_server, monkeyp
         await clients.tools("", "web", at(http_server.url))
         with pytest.raises(ApiError, match="hang did not end"):
             await clients.call("", "web", at(http_server.url), "hang", {})
+
+
+LEAVES = """
+import json, os, sys
+(asked := json.loads(sys.stdin.readline()))
+os.close(0)
+print(json.dumps({"jsonrpc": "2.0", "id": 7, "method": "ping"}), flush=True)
+print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": {"text": "still here"}}), flush=True)
+sys.stdout.close()
+"""
+
+
+async def test_a_program_that_reads_no_more_may_still_answer():
+    channel = await StdioChannel.start([sys.executable, "-c", LEAVES], {})
+    async with asyncio.timeout(PATIENCE):
+        assert await channel.request("go", {}) == {"text": "still here"}
+        await channel.close()

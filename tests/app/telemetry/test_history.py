@@ -1,12 +1,16 @@
 """History: three resolutions, retention, and disks that misbehave."""
 
+import asyncio
 import sqlite3
+import threading
 
 import pytest
 
 from llmbox.app.store import RequestLog
+from llmbox.app.telemetry import history as history_module
 from llmbox.app.telemetry.history import (
     KEEP,
+    TOTAL_SERIES,
     Chart,
     History,
     is_series,
@@ -95,6 +99,37 @@ async def test_a_locked_file_costs_points_and_no_time(tmp_path, monkeypatch):
     history.close()
     store.close()
     assert other.execute("SELECT count(*) FROM telemetry WHERE step = 60").fetchone() == (1,)
+
+
+async def test_an_error_without_a_message_costs_points_and_no_thread(store, monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    store.flush()
+    monkeypatch.setattr("llmbox.app.store.queries.requests.add_telemetry", fail)
+    history = History(store)
+    for second in range(11):
+        history.add(NOON + second, {"cpu": 0.5})
+    assert await store.ask(lambda _: "alive") == "alive"
+    while not history.dropped:  # noqa: ASYNC110 - reported on the loop
+        await asyncio.sleep(0)
+    assert history.dropped == 11
+
+
+async def test_a_long_chart_is_built_off_the_loop(store, monkeypatch):
+    threads = []
+
+    def build(*arguments):
+        threads.append(threading.current_thread())
+        return original(*arguments)
+
+    original = history_module._build_chart
+    monkeypatch.setattr(history_module, "_build_chart", build)
+    history = History(store)
+    for second in range(200):
+        history.add(NOON + second, dict.fromkeys(TOTAL_SERIES, 0.123456))
+    assert len((await history.chart(1, NOON)).times) == 200
+    assert threads[0] is not threading.main_thread()
 
 
 def test_the_finest_resolution_that_reaches():

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import threading
 
@@ -85,6 +86,22 @@ def test_a_killed_process_costs_one_text(loaded):
     with pytest.raises(ApiError):
         model.encode("hello")
     assert model.encode("hello")
+
+
+def test_it_starts_beside_a_thousand_open_connections(loaded):
+    text = loaded(HARMLESS)
+    os.kill(text.encoder._process.pid, signal.SIGKILL)
+    with pytest.raises(ApiError, match="its process ended"):
+        text.encode("a")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    connections = [os.open(os.devnull, os.O_RDONLY) for _ in range(1050)]
+    try:
+        assert text.encode("a")
+    finally:
+        for each in connections:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_nothing_is_left_after_close(loaded):
