@@ -50,7 +50,7 @@ class Endpoint:
 class Guide:
     title: str
     needs: str = CHAT
-    """The route without which this client cannot work."""
+    """Route that this client calls."""
     file: Callable[[Mapping[str, str]], Path] | None = None
     """Path of its settings, for an environment; None where there is no file that could be written."""
     kind: Literal["json", "toml", "yaml"] = "json"

@@ -43,7 +43,7 @@ WEIGHT_SUFFIXES = (".gguf", ".safetensors")
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 HUB_ID = re.compile(
-    rf"(?P<repo>{_PART}/{_PART})(?<!\.git)(?::(?P<quantization>[A-Za-z0-9][A-Za-z0-9_-]{{0,31}}))?"
+    rf"(?!.*(?:\.\.|--))(?P<repo>{_PART}/{_PART})(?<!\.git)(?::(?P<quantization>[A-Za-z0-9][A-Za-z0-9_-]{{0,31}}))?"
     r"(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9_./-]{0,199}))?"
 )
 """A model of the hub; of a repository of GGUF files one quantization, as org/name:Q4_K_M."""
@@ -128,7 +128,7 @@ def resolve(
         return directory(path)
     asked, text = text, full_name(text)
     match = HUB_ID.fullmatch(text)
-    if match is None or ".." in text or "--" in text:
+    if match is None:
         raise CliError(
             f"{text!r} does not name a model",
             "a name is builtin, a directory, org/name[@revision], or a short name such as qwen3:4b",
@@ -178,7 +178,7 @@ def find_served(name: str, environ: Mapping[str, str], names: NameLookup) -> Mod
             return resolve(name, environ, names)
         name = full_name(name)
         match = HUB_ID.fullmatch(name)
-        if match is None or ".." in name or "--" in name:
+        if match is None:
             return None
         caches = [hub_cache(environ), *map(Path, names.caches)]
         return _in_caches(name, match, caches, names.gguf_home)
