@@ -162,17 +162,25 @@ class Paths:
         _check_writable(self.data_dir)
 
 
+def expand_home(path: Path) -> Path:
+    """Replace a leading `~` or `~user` by that user's home. A path whose home is not known stays as it is."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
+
+
 def find_paths(data_dir: Path | None = None, config: Path | None = None) -> Paths:
     """Locate all files, from `--data-dir` and `--config` or the platform."""
     if data_dir is not None:
-        root = data_dir.expanduser().absolute()
+        root = expand_home(data_dir).absolute()
         paths = Paths(root / "config.toml", SYSTEM_CONFIG, root, root / "state", root / "cache", root / "run")
     else:
         paths = _platform_paths()
     if config is None:
         return paths
     return Paths(
-        config.expanduser().absolute(),
+        expand_home(config).absolute(),
         paths.system_config,
         paths.data_dir,
         paths.state_dir,

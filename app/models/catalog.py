@@ -22,6 +22,7 @@ from llmbox.engine.checkpoint.files import parse_json, read_regular
 from llmbox.engine.gguf.folder import gguf_of
 from llmbox.engine.gguf.reader import is_gguf
 
+from ..config.paths import expand_home
 from ..errors import CliError, Exit
 from ..util.formatting import did_you_mean
 from .gguf_folders import (
@@ -122,8 +123,8 @@ def resolve(
         or text in {".", ".."}
         or (names.has_working_directory and _is_path(text))
     ):
-        path = Path(text)
-        if names.gguf_home is not None and path.expanduser().is_file() and is_gguf(path.expanduser()):
+        path = expand_home(Path(text))
+        if names.gguf_home is not None and path.is_file() and is_gguf(path):
             return directory(folder_of(path, names.gguf_home))
         return directory(path)
     asked, text = text, full_name(text)
@@ -228,7 +229,7 @@ def _of_gguf(snapshot: ModelRef, match: re.Match[str], gguf_home: Path | None) -
 
 
 def directory(path: Path) -> ModelRef:
-    folder = path.expanduser().resolve()
+    folder = expand_home(path).resolve()
     if not folder.exists():
         raise CliError(
             f"{folder} does not exist", "no model is there", "see what is on disk: llmbox ls", Exit.NOT_FOUND
@@ -277,11 +278,11 @@ def check_name(name: str, fix: str = "give it another: --alias NAME") -> str:
 def hub_cache(environ: Mapping[str, str]) -> Path:
     """Folder of huggingface_hub's cache, from the same variables in the same order."""
     if explicit := environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(explicit).expanduser()
+        return expand_home(Path(explicit))
     if home := environ.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
+        return expand_home(Path(home)) / "hub"
     cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "huggingface" / "hub"
+    return expand_home(Path(cache)) / "huggingface" / "hub"
 
 
 def on_disk(environ: Mapping[str, str], names: NameLookup | None = None) -> list[DiskModel]:
