@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..config.paths import expand_home
+
 KEY_VARIABLE = "LLMBOX_API_KEY"
 """Environment variable of the key, for clients that can read one: their files then hold no secret."""
 NO_KEY = "none-needed"
@@ -68,7 +70,7 @@ def key_or_none(at: Endpoint) -> str:
 
 
 def _home(environ: Mapping[str, str]) -> Path:
-    return Path(environ.get("HOME") or "~").expanduser()
+    return expand_home(Path(environ.get("HOME") or "~"))
 
 
 _LONGEST_ANSWER = 8192

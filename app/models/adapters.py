@@ -23,7 +23,6 @@ from llmbox.engine.checkpoint.files import open_regular
 from llmbox.engine.checkpoint.safetensors import shown
 from llmbox.engine.errors import ModelError
 
-from ..config.paths import expand_home
 from ..errors import CliError, Exit
 from .catalog import BUILTIN, HUB_ID, ModelRef, check_name, resolve
 from .registry import Alias, NameLookup, Registry, parse_parameters
@@ -200,7 +199,7 @@ def _require_free(name: str, names: NameLookup, memory: Mapping[str, ModelRef], 
 
 def _absolute(folder: Path) -> Path:
     try:
-        return expand_home(folder).absolute()
+        return folder.expanduser().absolute()
     except RuntimeError as error:  # ~nobody
         raise _refused(f"{folder} is not a folder: {error}") from None
 

@@ -77,7 +77,7 @@ def test_what_is_not_on_disk_exits_4_and_says_how_to_get_it(environ: dict[str, s
 
 def test_the_home_of_a_user_who_is_not_there_has_no_model(environ: dict[str, str]):
     code, text = exit_of("~nobody-of-this-name/model", environ)
-    assert (code, "does not exist" in text) == (Exit.NOT_FOUND, True)
+    assert (code, "there is no such user" in text) == (Exit.NOT_FOUND, True)
 
 
 @pytest.mark.parametrize(
