@@ -21,7 +21,7 @@ import tomlkit
 from ..errors import CliError, Exit
 from ..util.atomic_file import write_whole
 from .entries import Scalar
-from .paths import Paths, private_dir
+from .paths import Paths, elsewhere, private_dir
 from .settings import SECTIONS, Settings, SettingSpec, schema
 
 Source = Literal["flag", "env", "user", "system", "default"]
@@ -89,6 +89,8 @@ def read_file(path: Path) -> dict[str, tuple[Scalar, int | None]]:
         text = path.read_text("utf-8")
     except FileNotFoundError:
         return {}
+    except PermissionError as error:
+        raise CliError(f"cannot read {path}", "Permission denied", elsewhere(path), Exit.DENIED) from error
     except (OSError, UnicodeDecodeError) as error:
         raise CliError(f"cannot read {path}", str(error), "fix or remove the file", Exit.USAGE) from error
     return parse(text, path)

@@ -162,17 +162,31 @@ class Paths:
         _check_writable(self.data_dir)
 
 
+def expand_home(path: Path) -> Path:
+    """Replace a leading `~` or `~user` by that user's home. Raises CliError if the home is not known."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise CliError(
+            f"{path} is not a path here",
+            "there is no such user, or HOME is not set",
+            "set HOME, or write the whole path",
+            Exit.NOT_FOUND,
+        ) from None
+
+
 def find_paths(data_dir: Path | None = None, config: Path | None = None) -> Paths:
     """Locate all files, from `--data-dir` and `--config` or the platform."""
     if data_dir is not None:
-        root = data_dir.expanduser().absolute()
+        root = expand_home(data_dir).absolute()
         paths = Paths(root / "config.toml", SYSTEM_CONFIG, root, root / "state", root / "cache", root / "run")
     else:
+        expand_home(Path("~"))  # platformdirs would raise an error of its own
         paths = _platform_paths()
     if config is None:
         return paths
     return Paths(
-        config.expanduser().absolute(),
+        expand_home(config).absolute(),
         paths.system_config,
         paths.data_dir,
         paths.state_dir,
@@ -229,7 +243,7 @@ def _check_writable(folder: Path) -> None:
         raise CliError(
             f"cannot write to the folder {folder}",
             "it is read-only for this user",
-            f"choose another place with --data-dir DIR, or: chmod u+rwx {folder}",
+            f"{elsewhere(folder)}, or: chmod u+rwx {folder}",
             Exit.DENIED,
         )
 
@@ -238,9 +252,32 @@ def _unusable(folder: Path, error: OSError) -> CliError:
     return CliError(
         f"cannot create the folder {folder}",
         error.strerror or str(error),
-        "choose another place with --data-dir DIR",
+        elsewhere(folder),
         Exit.DENIED,
     )
+
+
+def elsewhere(path: Path) -> str:
+    """Return what to do about a place that cannot be used. The variable that leads there may be of another
+    user, as after `su` and `sudo -E`.
+    """
+    fix = "choose another place with --data-dir DIR"
+    for name in (
+        "XDG_RUNTIME_DIR",
+        *(f"XDG_{kind}_HOME" for kind in ("CONFIG", "DATA", "STATE", "CACHE")),
+        "HOME",
+    ):
+        value = os.environ.get(name)
+        if value and path.is_relative_to(value) and not _is_own(Path(value)):
+            return f"{fix}, or set {name} to a folder of this user: it is {value}"
+    return fix
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        return folder.stat().st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 def socket_address(path: Path, dir_fd: int | None = None) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
-from ..config.paths import Paths
+from ..config.paths import Paths, expand_home
 from ..config.settings import ServerSettings
 from ..errors import CliError, Exit
 from ..http.server.sockets import BRIDGES, is_loopback
@@ -59,7 +59,7 @@ def open_tls(server: ServerSettings, paths: Paths) -> TlsIdentity | None:
             Exit.USAGE,
         )
     if server.tls_certificate:
-        certificate, key = Path(server.tls_certificate).expanduser(), Path(server.tls_key).expanduser()
+        certificate, key = expand_home(Path(server.tls_certificate)), expand_home(Path(server.tls_key))
     else:
         certificate, key = self_made_certificate(paths.tls_dir, machine_names(server.host))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

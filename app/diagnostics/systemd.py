@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config.paths import expand_home
 from ..errors import CliError, Exit
 from ..lifecycle.program import Program
 
@@ -129,7 +130,7 @@ def unit_file(program: Program, *, system: bool) -> Path:
     if system:
         return SYSTEM_FOLDER / NAME
     config = program.environ.get("XDG_CONFIG_HOME")
-    home = Path(program.environ.get("HOME") or "~").expanduser()
+    home = expand_home(Path(program.environ.get("HOME") or "~"))
     return (Path(config) if config else home / ".config") / "systemd" / "user" / NAME
 
 

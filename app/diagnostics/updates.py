@@ -25,6 +25,7 @@ import msgspec
 
 from llmbox import __version__
 
+from ..config.paths import expand_home
 from ..errors import CliError, Exit
 
 DEFAULT_INDEX: Final = "https://pypi.org/simple"
@@ -108,7 +109,7 @@ def index_url(environ: Mapping[str, str]) -> str:
 
 def _pip_files(environ: Mapping[str, str]) -> Iterator[Path]:
     """Yield pip's configuration files, the one that wins first."""
-    home = Path(environ.get("HOME") or "~").expanduser()
+    home = expand_home(Path(environ.get("HOME") or "~"))
     if named := environ.get("PIP_CONFIG_FILE"):
         yield Path(named)
     yield Path(sys.prefix) / "pip.conf"

@@ -1,6 +1,5 @@
 """Gateway: checks requests against the model, submits them to the engine, lists and records them."""
 
-import asyncio
 import hashlib
 import time
 from dataclasses import asdict, replace
@@ -27,6 +26,7 @@ from ..security.security import tier_of
 from ..store import RequestLog
 from ..store.record import ContentDraft, LiveRequest, RequestRecord
 from ..tracing.tracer import RequestTracer
+from ..util.threads import in_thread
 from .choice_stream import AnswerBuffer, ChoiceStream, OutputHasher
 from .generation import Generation, choice_seed, params_json, sequence_id
 from .open_request import OpenRequest, RequestObserver, RevocationWatcher
@@ -158,7 +158,8 @@ class Gateway:
         await self.templates.close()
         await self.grammars.close()
         await self.images.close()
-        await asyncio.to_thread(self.tracer.close)
+        # Executors take no work at the exit of the interpreter, where an `LLM` that nobody closed gets here.
+        await in_thread(self.tracer.close, "tracer close")
 
     def _admit(self, generation: Generation) -> int:
         """Return how many choices of the request the engine gets at once. Raises ApiError 400, 409, 429 and

@@ -15,6 +15,7 @@ from typing import Any
 from llmbox.engine.checkpoint.files import read_regular
 from llmbox.engine.gguf.reader import PART, is_gguf
 
+from ..config.paths import expand_home
 from ..errors import CliError, Exit
 from ..models.catalog import WEIGHT_SUFFIXES, check_name, not_a_folder
 from ..models.gguf_folders import folder_of, is_projector
@@ -35,7 +36,7 @@ def find_adoptable(place: Path, gguf_home: Path | None = None) -> list[Adoptable
     """Return the models at a place: folders of checkpoints, caches, and GGUF files where there is a
     `gguf_home` for their folders. Raises CliError (exit 4) when there is nothing that could be served.
     """
-    folder = place.expanduser().resolve()
+    folder = expand_home(place).resolve()
     if not folder.exists():
         raise CliError(
             f"{folder} does not exist", "nothing is there to adopt", "name a folder", Exit.NOT_FOUND

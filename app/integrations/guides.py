@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..config.paths import expand_home
+
 KEY_VARIABLE = "LLMBOX_API_KEY"
 """Environment variable of the key, for clients that can read one: their files then hold no secret."""
 NO_KEY = "none-needed"
@@ -50,7 +52,7 @@ class Endpoint:
 class Guide:
     title: str
     needs: str = CHAT
-    """The route without which this client cannot work."""
+    """Route that this client calls."""
     file: Callable[[Mapping[str, str]], Path] | None = None
     """Path of its settings, for an environment; None where there is no file that could be written."""
     kind: Literal["json", "toml", "yaml"] = "json"
@@ -68,7 +70,7 @@ def key_or_none(at: Endpoint) -> str:
 
 
 def _home(environ: Mapping[str, str]) -> Path:
-    return Path(environ.get("HOME") or "~").expanduser()
+    return expand_home(Path(environ.get("HOME") or "~"))
 
 
 _LONGEST_ANSWER = 8192

@@ -35,6 +35,8 @@ def merge_settings(guide: Guide | McpProgram, file: Path, settings: Mapping[str,
         return "", as_text(guide, settings)
     except (OSError, UnicodeDecodeError) as error:
         raise CliError(f"cannot read {file}", str(error), "merge the settings by hand") from error
+    if not old.strip():  # as some programs leave it before they have settings
+        return old, as_text(guide, settings)
     if guide.kind == "yaml":
         if as_text(guide, settings) == old:
             return old, old

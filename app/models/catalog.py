@@ -22,6 +22,7 @@ from llmbox.engine.checkpoint.files import parse_json, read_regular
 from llmbox.engine.gguf.folder import gguf_of
 from llmbox.engine.gguf.reader import is_gguf
 
+from ..config.paths import expand_home
 from ..errors import CliError, Exit
 from ..util.formatting import did_you_mean
 from .gguf_folders import choose_quantization, folder_of, is_projector, quantizations
@@ -38,7 +39,7 @@ WEIGHT_SUFFIXES = (".gguf", ".safetensors")
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 HUB_ID = re.compile(
-    rf"(?P<repo>{_PART}/{_PART})(?<!\.git)(?::(?P<quantization>[A-Za-z0-9][A-Za-z0-9_-]{{0,31}}))?"
+    rf"(?!.*(?:\.\.|--))(?P<repo>{_PART}/{_PART})(?<!\.git)(?::(?P<quantization>[A-Za-z0-9][A-Za-z0-9_-]{{0,31}}))?"
     r"(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9_./-]{0,199}))?"
 )
 """A model of the hub; of a repository of GGUF files one quantization, as org/name:Q4_K_M."""
@@ -117,13 +118,13 @@ def resolve(
         or text in {".", ".."}
         or (names.has_working_directory and _is_path(text))
     ):
-        path = Path(text)
-        if names.gguf_home is not None and path.expanduser().is_file() and is_gguf(path.expanduser()):
+        path = expand_home(Path(text))
+        if names.gguf_home is not None and path.is_file() and is_gguf(path):
             return directory(folder_of(path, names.gguf_home))
         return directory(path)
     asked, text = text, full_name(text)
     match = HUB_ID.fullmatch(text)
-    if match is None or ".." in text or "--" in text:
+    if match is None:
         raise CliError(
             f"{text!r} does not name a model",
             "a name is builtin, a directory, org/name[@revision], or a short name such as qwen3:4b",
@@ -173,7 +174,7 @@ def find_served(name: str, environ: Mapping[str, str], names: NameLookup) -> Mod
             return resolve(name, environ, names)
         name = full_name(name)
         match = HUB_ID.fullmatch(name)
-        if match is None or ".." in name or "--" in name:
+        if match is None:
             return None
         caches = [hub_cache(environ), *map(Path, names.caches)]
         return _in_caches(name, match, caches, names.gguf_home)
@@ -223,7 +224,7 @@ def _of_gguf(snapshot: ModelRef, match: re.Match[str], gguf_home: Path | None) -
 
 
 def directory(path: Path) -> ModelRef:
-    folder = path.expanduser().resolve()
+    folder = expand_home(path).resolve()
     if not folder.exists():
         raise CliError(
             f"{folder} does not exist", "no model is there", "see what is on disk: llmbox ls", Exit.NOT_FOUND
@@ -272,11 +273,11 @@ def check_name(name: str, fix: str = "give it another: --alias NAME") -> str:
 def hub_cache(environ: Mapping[str, str]) -> Path:
     """Folder of huggingface_hub's cache, from the same variables in the same order."""
     if explicit := environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(explicit).expanduser()
+        return expand_home(Path(explicit))
     if home := environ.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
+        return expand_home(Path(home)) / "hub"
     cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "huggingface" / "hub"
+    return expand_home(Path(cache)) / "huggingface" / "hub"
 
 
 def on_disk(environ: Mapping[str, str], names: NameLookup | None = None) -> list[DiskModel]:

@@ -24,6 +24,7 @@ from llmbox.engine.gguf.projector import has_tower
 from llmbox.engine.gguf.reader import PART, is_gguf, read_gguf
 from llmbox.engine.ipc.profile_messages import AskRows
 
+from ..config.paths import expand_home
 from ..errors import CliError, Exit
 
 _QUANTIZATION = re.compile(
@@ -119,7 +120,7 @@ def folder_of(
     `projector`: file with its vision tower, which then has to fit; `NO_PROJECTOR` for none. By default one of
     `beside`, or of the files that lie beside it; where that does not fit, the model cannot read images.
     """
-    file = Path(os.path.abspath(file.expanduser()))  # noqa: PTH100 - links of a snapshot keep their names
+    file = Path(os.path.abspath(expand_home(file)))  # noqa: PTH100 - links of a snapshot keep their names
     try:
         stamp, problem, is_asked = _stamp(file), "", projector is not None
         if projector is None:
@@ -130,7 +131,7 @@ def folder_of(
         elif projector == NO_PROJECTOR:
             projector, problem = None, "it was loaded without a projector file (--mmproj none)"
         if projector is not None:
-            projector = Path(os.path.abspath(projector.expanduser()))  # noqa: PTH100
+            projector = Path(os.path.abspath(expand_home(projector)))  # noqa: PTH100
         place = home / _digest(stamp)[:12]
         if projector is not None or problem:
             own = _stamp(projector) if projector else problem
@@ -155,7 +156,7 @@ def folder_of(
 
 def folder_with_projector(file: Path, projector: Path, home: Path | None) -> Path:
     """Do as `folder_of` with the file that a user names after --mmproj. Raises CliError."""
-    file = file.expanduser()
+    file = expand_home(file)
     if home is None or not file.is_file() or not is_gguf(file):
         raise CliError(
             "--mmproj goes with a GGUF file",

@@ -78,7 +78,6 @@ def connect(
         return
     guide = GUIDES[client]
     endpoint = _endpoint(program, model)
-    _require_route(program, guide)
     if write:
         _write(program, client, guide, endpoint, as_json=as_json)
     elif as_json:
@@ -171,15 +170,6 @@ def _endpoint(program: Program, wanted: str | None) -> Endpoint:
             if each["id"] in models and each.get("context_window")
         },
     )
-
-
-def _require_route(program: Program, guide: Guide) -> None:
-    if guide.needs not in program.client.get("/openapi.json")["paths"]:
-        raise CliError(
-            f"{guide.title} cannot use this version of llmbox",
-            f"it requires {guide.needs}, which this version does not serve",
-            "clients that can: llmbox connect",
-        )
 
 
 def _as_dict(program: Program, client: str, guide: Guide, at: Endpoint) -> dict[str, Any]:

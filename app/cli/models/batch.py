@@ -93,7 +93,8 @@ def batch(
 def read_lines(source: Path, model: str | None) -> list[BatchLine]:
     """Read and check all requests. Raises CliError with the number of the first bad line."""
     found: dict[str, BatchLine] = {}
-    with source.open(encoding="utf-8") as file:
+    # Bytes that are not UTF-8 become lone surrogates, which `_parse` refuses with the line's number.
+    with source.open(encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, text in enumerate(file, 1):
             if not text.strip():
                 continue
@@ -107,7 +108,10 @@ def read_lines(source: Path, model: str | None) -> list[BatchLine]:
 def _parse(number: int, text: str, model: str | None) -> BatchLine:
     try:
         data = json.loads(text)
-    except ValueError as error:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise _bad(number, "it is not UTF-8, or holds half of a surrogate pair") from None
+    except (ValueError, RecursionError) as error:
         raise _bad(number, f"it is not JSON ({error})") from None
     if not isinstance(data, dict):
         raise _bad(number, "it is not a JSON object")

@@ -1,10 +1,12 @@
 """`llmbox pull`: view of a download that runs in the daemon."""
 
 import json
+import shlex
 import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,7 +15,7 @@ from ...config.entries import Scalar
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, pass_program
-from ...models.catalog import HUB_ID
+from ...models.catalog import HUB_ID, likely_id
 from ...models.registry import full_name, short_names
 from ...util import formatting
 from .. import output
@@ -88,11 +90,14 @@ def pull(
 def _check_name(ref: str) -> None:
     if HUB_ID.fullmatch(full_name(ref)) is not None:
         return
-    meant = formatting.nearest(ref.lower(), sorted(short_names()))
+    fix = likely_id(ref) or formatting.did_you_mean(ref[:100].lower(), short_names())
+    if Path(ref[:200]).exists():
+        fix = f"it is on this disk: llmbox load {shlex.quote(ref)}; "
     raise CliError(
         f"{ref[:200]!r} is not a model of the hub",
         "a model is org/name, org/name@revision or, of GGUF files, org/name:Q4_K_M; or a short name",
-        f"did you mean {meant}? " * bool(meant) + "short names: llmbox search",
+        fix + "short names: llmbox search",
+        Exit.USAGE if "/" in ref else Exit.NOT_FOUND,
     )
 
 

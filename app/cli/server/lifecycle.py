@@ -234,7 +234,7 @@ def _wait_for_end(running: RunningDaemon, process: int, seconds: float) -> bool:
         while (left := deadline - time.monotonic()) > 0:
             if end.poll(min(left, 1.0) * 1000):
                 return True
-            line.update(f"Waiting for open requests of pid {running.pid} ({left:.0f} s at most)…")
+            line.update(f"Waiting for pid {running.pid} to end ({left:.0f} s at most)…")
     finally:
         line.close()
     return bool(end.poll(0))

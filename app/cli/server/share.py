@@ -314,7 +314,7 @@ def _show(program: Program, found: Sequence[NetworkAddress], key: str, secret: s
     output.write("A program on another machine:")
     output.write(f"  export OPENAI_BASE_URL={roots[0]}/v1 OPENAI_API_KEY=KEY")
     if running.certificate:
-        output.write(f"  and copy {running.certificate} there: export SSL_CERT_FILE=certificate.pem")
+        output.write(f"  and copy {running.certificate} there: export SSL_CERT_FILE=$PWD/certificate.pem")
     output.write("")
     output.write(f"No connection? The firewall must let TCP port {running.port} in.")
     output.write(f"Undo: {shlex.join(['llmbox', *program.location_flags])} share --off")

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from litestar import Request, Response
 from litestar.connection import ASGIConnection
-from litestar.exceptions import HTTPException, ValidationException
+from litestar.exceptions import HTTPException, NotFoundException, ValidationException
 
 from ...errors import ApiError, unavailable
 from ...store.record import StoreError
@@ -61,6 +61,10 @@ _MESSAGES = {
     405: "This route does not support the request's method.",
     413: "The request body is too large.",
 }
+_BASE_URL = (
+    "There is no such route, but there is {}. Correct the client's base URL: OpenAI's clients need it with "
+    "/v1 at the end, Anthropic's and Ollama's without."
+)
 
 
 def card_page(title: str, inner: str) -> str:
@@ -118,6 +122,8 @@ def _anthropic(error: ApiError) -> dict[str, Any]:
 def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
     """Answer any exception: Litestar's exception handler for all of them."""
     result = to_api_error(error)
+    if isinstance(error, NotFoundException) and (meant := _meant_route(request)):
+        result.message = _BASE_URL.format(meant)
     if result.status == 500 and not isinstance(error, ApiError | ClientGone):
         logger.error(
             "request %s failed: %s",
@@ -139,6 +145,13 @@ def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]
         headers=result.headers,
         media_type="application/json",
     )
+
+
+def _meant_route(request: Request[Any, Any, Any]) -> str:
+    """Return the route that a client with a wrong base URL meant; empty where there is none."""
+    path = request.scope["path"].rstrip("/")
+    meant = (f"/v1{path}", path.removeprefix("/v1"))
+    return next((route.path for route in request.app.routes if route.path in meant), "")
 
 
 def _bad_parameter(error: ValidationException) -> ApiError:

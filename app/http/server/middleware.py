@@ -86,8 +86,8 @@ _IMAGE_ROUTES = frozenset(
 _CONVERSATIONS = "/admin/api/conversations/"
 """Prefix of routes that keep conversations of the panel's chat, with their images."""
 _UNTYPED_ROUTES = "/api/"
-"""Prefix of Ollama's routes, whose clients and examples send no Content-Type. From a web page they need one,
-as all routes do.
+"""Prefix of Ollama's routes, whose clients send any Content-Type or none. From a web page they need one, as
+all routes do.
 """
 _PACKED_ROUTES = "/admin"
 """Prefix of routes whose answers are compressed."""
@@ -329,8 +329,8 @@ def _check_body(
 ) -> bytes | None:
     """Return the body's media type, None without a body. The guard checks whether the route takes forms.
 
-    `untyped`: a body is JSON also without a type, or with the one that `curl -d` sends. `upload`: it may have
-    this type too, whose parameters its reader checks.
+    `untyped`: a body is JSON whatever its type says, as for Ollama. `upload`: it may have this type too,
+    whose parameters its reader checks.
     """
     length = headers.get(b"content-length", b"0")
     if not length.isdigit():
@@ -342,7 +342,7 @@ def _check_body(
     kind, _, parameters = headers.get(b"content-type", b"").partition(b";")
     charset = parameters.strip().lower().replace(b'"', b"")
     kind = kind.strip().lower()
-    if untyped and kind in {b"", _FORM_TYPE}:
+    if untyped:
         kind = b"application/json"
     is_upload = kind == upload
     if not is_upload and (

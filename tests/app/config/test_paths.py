@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.config.paths import find_paths, private_dir, socket_address
+from llmbox.app.config.paths import elsewhere, find_paths, private_dir, socket_address
 from llmbox.app.errors import CliError, Exit
 
 
@@ -92,3 +92,35 @@ def test_long_socket_paths_go_through_a_descriptor(tmp_path: Path):
     long = tmp_path / ("x" * 120) / "llmbox.sock"
     assert socket_address(tmp_path / "s", 5) == str(tmp_path / "s")
     assert socket_address(long, 5) == "/proc/self/fd/5/llmbox.sock"
+
+
+@pytest.mark.parametrize(("name", "kind"), [("XDG_RUNTIME_DIR", "runtime_dir"), ("HOME", "data_dir")])
+def test_a_variable_of_another_user_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+):
+    """As after `su`, which keeps the variables of the user before it."""
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setenv(name, str(tmp_path / "theirs"))
+    paths = find_paths()
+    monkeypatch.setattr(Path, "mkdir", _refuse)
+    with pytest.raises(CliError, match="cannot create the folder") as caught:
+        private_dir(getattr(paths, kind))
+    assert f"set {name} to a folder of this user: it is {tmp_path}/theirs" in caught.value.fix
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
+def test_an_own_folder_is_not_blamed_on_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert "HOME" not in elsewhere(tmp_path / "box")
+
+
+def test_without_a_home_the_next_step_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As in a container whose user has no entry in /etc/passwd."""
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(CliError, match="~ is not a path") as caught:
+        find_paths()
+    assert "set HOME" in caught.value.fix
+    assert find_paths(tmp_path).data_dir == tmp_path

@@ -75,6 +75,11 @@ def test_what_is_not_on_disk_exits_4_and_says_how_to_get_it(environ: dict[str, s
     assert "llmbox pull org/absent@v2" in text
 
 
+def test_the_home_of_a_user_who_is_not_there_has_no_model(environ: dict[str, str]):
+    code, text = exit_of("~nobody-of-this-name/model", environ)
+    assert (code, "there is no such user" in text) == (Exit.NOT_FOUND, True)
+
+
 @pytest.mark.parametrize(
     "text",
     ["org/../model", "a/b/c", "org/mo--del", "-x/y", "org/model@../../refs", "org/model@a b", "", "ä/b"],

@@ -191,7 +191,16 @@ def test_num_predict_is_at_most_so_many(http, raw):
     assert cut["prompt_eval_count"] + cut["eval_count"] <= 1024
 
 
-@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "application/json"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        None,
+        "application/x-www-form-urlencoded",  # curl -d
+        "application/octet-stream",  # bytes that aiohttp sends, as LiteLLM does
+        "text/plain; charset=utf-8",
+        "application/json",
+    ],
+)
 def test_bodies_without_their_type_are_taken_from_programs(http, kind):
     body = json.dumps({"model": "plain", "prompt": "x", "stream": False})
     headers = {} if kind is None else {"Content-Type": kind}

@@ -136,6 +136,8 @@ def test_a_busy_daemon_is_asked_again(run, client, tmp_path):
         ({"url": "/v1/completions", "body": []}, "'url' must be one of"),
         ({"prompt": "x", "custom_id": "1"}, "occurs twice"),
         ({"prompt": "x", "model": 7}, "names no model"),
+        ('{"prompt": "\\ud83d"}', "half of a surrogate pair"),
+        (f'{{"prompt": {"[" * 100_000}', "not JSON"),
     ],
 )
 def test_a_bad_line_is_named_before_anything_is_asked(run, client, tmp_path, line, why):
@@ -143,6 +145,15 @@ def test_a_bad_line_is_named_before_anything_is_asked(run, client, tmp_path, lin
     result = run(source, tmp_path / "out", "--model", "m")
     assert result.exception.what == "line 2 is not a request"
     assert why in result.exception.why
+    assert client.asked == []
+
+
+def test_a_line_that_is_not_utf8_is_named_and_a_byte_order_mark_is_not_text(run, client, tmp_path):
+    source = tmp_path / "in"
+    source.write_bytes(b'\xef\xbb\xbf{"prompt": "x"}\n{"prompt": "Gr\xfc\xdfe"}\n')
+    result = run(source, tmp_path / "out", "--model", "m")
+    assert result.exception.what == "line 2 is not a request"
+    assert "not UTF-8" in result.exception.why
     assert client.asked == []
 
 

@@ -1,5 +1,6 @@
 """The view of a download, while the daemon has no time for it and after it is gone."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,9 @@ import pytest
 
 from llmbox.app.cli.models import pull
 from llmbox.app.errors import CliError, Exit
+from support.cli_call import Call, call, home
+
+__all__ = ["call", "home"]
 
 ROW = {"model": "org/m", "state": "downloading", "done": 1, "total": 2, "rate": 0, "eta_s": 0, "message": ""}
 
@@ -44,3 +48,23 @@ def test_a_daemon_that_is_gone_does(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = CliError("the daemon is not running", exit=Exit.UNREACHABLE)
     with pytest.raises(CliError, match="is not running"):
         pull._follow(busy_program([gone]), ROW, as_json=False)
+
+
+@pytest.mark.parametrize(
+    ("ref", "code", "hint"),
+    [
+        ("https://hub.example/org/m", Exit.USAGE, "did you mean org/m?"),
+        ("org/m--x", Exit.USAGE, "llmbox search"),
+        ("qwen3:4bb", Exit.NOT_FOUND, "did you mean qwen3:4b?"),
+    ],
+)
+def test_a_word_that_names_no_model_is_refused_before_a_daemon_starts(
+    call: Call, ref: str, code: Exit, hint: str
+) -> None:
+    done = call("pull", ref)
+    assert (done.code, hint in done.err) == (code, True), done.err
+
+
+def test_a_folder_of_this_disk_is_loaded_not_pulled(call: Call, tmp_path: Path) -> None:
+    done = call("pull", tmp_path)
+    assert (done.code, f"llmbox load {tmp_path}" in done.err) == (Exit.USAGE, True), done.err

@@ -247,6 +247,22 @@ async def test_errors_have_one_shape_and_tell_nothing(caplog: pytest.LogCaptureF
     assert "secret" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [("/echo", "/v1/echo"), ("/v1/v1/echo", "/v1/echo"), ("/v1/health/", "/health"), ("/v1/nope", None)],
+)
+async def test_a_client_with_a_wrong_base_url_is_told_of_the_right_one(path: str, meant: str | None) -> None:
+    @post("/v1/echo", opt={"access": Access.INFER})
+    async def versioned() -> None: ...
+
+    async with client(make_app([versioned])) as http:
+        answer = await http.post(path, json={})
+    check_error(answer, 404, "not_found")
+    message = answer.json()["error"]["message"]
+    assert (f"there is {meant}." in message) == (meant is not None)
+    assert ("base URL" in message) == (meant is not None)
+
+
 async def test_a_panic_is_an_error_like_others(caplog: pytest.LogCaptureFixture) -> None:
     """No framework catches it: uvicorn would answer in plain text."""
     async with client(make_app([panic])) as http:
