@@ -67,6 +67,10 @@ class EngineConfig:
     memory_is_limit: bool = False
     """Treat `memory_bytes` as an upper limit set by the daemon, not as a size the user asked for: the KV pool
     then keeps its default size within the limit."""
+    memory_after: tuple[int, ...] = ()
+    """Processes that end while this engine starts. It touches the memory of its KV cache after their end: new
+    pages are theirs then, which a virtual machine need not get from its host.
+    """
     kv_tokens: int | None = None
     """Size of the KV pool in tokens, instead of what the memory budget leaves (benchmarks, tests)."""
     kv_host_bytes: int | None = None

@@ -11,6 +11,7 @@ from .activation import Activation
 from .lora import AdaptedRows, ExpertAdapters
 
 CosSin = Callable[[Tensor], tuple[Tensor, Tensor]]
+CopyRuns = Callable[[int, int, int, int, int, int], None]
 
 
 def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ Each output row must be computed in an order that does not depend on the number 
 are independent of its batch because of that.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from .op_types import (
     BatchLayout,
     CombineResults,
     ComputeResults,
+    CopyRuns,
     CosSin,
     Experts,
     KernelProfiler,
@@ -245,6 +247,10 @@ class Ops:
     """(data that can be written to, CRC-32 and Adler-32 of what is before it) -> both, as zlib computes them;
     None: not faster than zlib."""
 
+    copy_runs: CopyRuns | None = None
+    """(address, step, address, step, size, count): copy `count` runs of `size` bytes that are so many bytes
+    apart from the first address to the second. Runs beside other threads of the interpreter."""
+
     cos_sin: CosSin = cos_sin
     """float32 angles of RoPE -> their cosines and sines. The C++ kernels round them alike on every CPU."""
 
@@ -374,9 +380,9 @@ class Ops:
     Without ids it only writes the inputs.
     """
 
-    populate_blocks: Callable[[KVCache, int, range], bool] | None = None
-    """(cache, layer, blocks): give blocks of one layer in host memory their pages, whatever they hold; False:
-    not possible here."""
+    populate_blocks: Callable[[KVCache, range, ctypes.c_int], bool] | None = None
+    """(cache, blocks, stop): give blocks in host memory their pages, whatever they hold, a layer at a time
+    until `stop` is not 0; False: not possible here. Runs beside other threads of the interpreter."""
 
     profiler: KernelProfiler | None = None
     """Time of the operations by kind, counted on request; None: not supported."""

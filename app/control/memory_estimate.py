@@ -34,6 +34,10 @@ class MemoryNeed:
     """
     host: int = 0
     """Budget of main memory in bytes, for models on GPUs."""
+    available: int = 0
+    """Bytes of main memory that are available beside all models in it, for a model on a CPU. A load that
+    takes no more need not wait until the models that leave for it are gone.
+    """
 
     @property
     def budgets(self) -> dict[int, int]:
@@ -71,7 +75,8 @@ def sizes(
         raise
     except EngineError:
         return None
-    return MemoryNeed(device, tuple(map(_memory_request, found)), have, host)
+    available = machine.memory.available if device == "cpu" else 0
+    return MemoryNeed(device, tuple(map(_memory_request, found)), have, host, available)
 
 
 def _memory_request(plan: MemoryPlan) -> MemoryRequest:

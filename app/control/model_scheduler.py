@@ -277,6 +277,7 @@ class ModelScheduler:
 
     async def _admit(self, config: EngineConfig, *, on_request: bool) -> EngineConfig:
         async with self._admitting:
+            await self._engines.finish_unloads()  # what they hold would count as that of other programs
             config = await asyncio.to_thread(self._with_adapters, config)
             device, have = await asyncio.to_thread(self._place, config)
             ours: Counter[int] = Counter()
@@ -293,10 +294,12 @@ class ModelScheduler:
             room = choose_placement(size.requests, size.budgets, residents, keep_owned=on_request)
             if isinstance(room, AllocationFailure):
                 raise no_room(config.name, room, residents)
-            for name in room.evict:
-                await self._evict(name, f"to make room for {config.name}")
             wanted = next(request for request in size.requests if request.places == room.places)
             share = min(wanted.want, room.free)
+            leaving: list[int] = []
+            for name in room.evict:
+                reason = f"to make room for {config.name}"
+                leaving += await self._evict(name, reason, waits=share > size.available)
             staying = (each.takes.get(HOST, 0) for each in residents if each.name not in room.evict)
             host = max(0, size.host - sum(staying))
             beside = {HOST: min(wanted.host_want, host)} if device == "cuda" else {}
@@ -310,6 +313,7 @@ class ModelScheduler:
             return replace(
                 config,
                 memory_bytes=share,
+                memory_after=tuple(leaving),
                 memory_is_limit=config.memory_bytes is None or config.memory_is_limit,
                 gpus=room.places if device == "cuda" else None,
                 host_bytes_limit=host if device == "cuda" else None,
@@ -331,17 +335,25 @@ class ModelScheduler:
         """Models in memory, and those being loaded with the memory reserved for them."""
         return self._memory.residents(device, but=but)
 
-    async def _evict(self, name: str, reason: str) -> None:
+    async def _evict(self, name: str, reason: str, *, waits: bool = True) -> list[int]:
+        """Unload a model that is idle. `waits`: until its memory is free. Returns the processes that may
+        still end behind this call.
+        """
         model = self._engines.find(name)
         if model is None:
-            return
+            return []
         info = model.supervisor.info
         freed = 0 if info is None else sum(bytes_by_memory(info).values())
         if not model.on_request:
             self.evicted.add(model, reason)
-        await self._engines.unload(name)
+        leaving = [] if waits else model.supervisor.pids
+        if waits:
+            await self._engines.unload(name)
+        else:
+            self._engines.begin_unload(model)
         log.info("%s is unloaded %s: %s freed", name, reason, show_bytes(freed))
         self._events.publish("model.evicted", {"model": name, "reason": reason, "freed": freed})
+        return leaving
 
     # ------------------------------------------------------------------ expiry
 

@@ -65,6 +65,7 @@ class EngineManager:
         self._loaded: dict[str, LoadedModel] = {}
         self._loading: dict[str, _Loading] = {}
         self._failures: dict[str, str] = {}
+        self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
         self._has_served = False
         """At least one model has been ready since the start."""
@@ -128,6 +129,21 @@ class EngineManager:
         if model is None:
             raise model_not_found(name)
         del self._loaded[model.name]
+        await self._end(model)
+
+    def begin_unload(self, model: LoadedModel) -> None:
+        """Stop a model's engine in the background: it may still write KV blocks. See `finish_unloads`."""
+        del self._loaded[model.name]
+        ending = asyncio.create_task(self._end(model), name=f"unload {model.name}")
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    async def finish_unloads(self) -> None:
+        """Wait until the engines of `begin_unload` have ended."""
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+    async def _end(self, model: LoadedModel) -> None:
         await model.supervisor.stop()
         self._release_text(model)
 
@@ -310,6 +326,7 @@ class EngineManager:
         await asyncio.gather(*(self._cancel_load(loading) for loading in list(self._loading.values())))
         await asyncio.gather(*(self._stop(model) for model in self._loaded.values()))
         self._loaded.clear()
+        await self.finish_unloads()
 
     def _busy(self) -> bool:
         return any(model.supervisor.open_requests for model in self._loaded.values())

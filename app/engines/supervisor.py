@@ -342,6 +342,7 @@ class Supervisor:
         if self.state not in {"loading", "restarting"}:
             return
         self.info = info
+        self.admitted = replace(self.admitted, memory_after=())  # other processes may get these numbers
         self.queue.begin(info)
         self.pair_switch.begin()
         self._breaker.close()

@@ -26,6 +26,7 @@ from ..device.host_experts import with_host_experts
 from ..distributed.communicator import TensorParallel
 from ..errors import DeviceError, EngineError
 from ..hardware.machine import read_machine
+from ..hardware.proc import await_exits
 from ..model.decoder import Decoder
 from ..model.encoder import Encoder
 from ..model.rotary import Rotary
@@ -46,6 +47,8 @@ from .workers import cores_of_rank
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+EXIT_SECONDS = 3.0
+"""Most seconds to wait for the engines that leave for this one, which their daemon kills after two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,7 @@ def load_rank(
         runner = partial(make_device_runner, parts, config, plan, device, free_before)
         takes_adapters = model.adapters is not None and model.adapters.takes_tiles
     else:
+        await_exits(config.memory_after, EXIT_SECONDS)
         runner = _make_cpu_runner(target, parts, rank)
         if rank.layout.rank == 0:  # it schedules, so it drafts
             proposers, head = load_proposers(replace(target, runner=runner))

@@ -6,8 +6,10 @@ import gc
 import logging
 import os
 import platform
+import select
 import signal
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from contextvars import Context
@@ -66,6 +68,20 @@ def family_of(pid: int) -> list[int]:
             except OSError:  # the thread has ended
                 continue
     return found
+
+
+def await_exits(pids: Iterable[int], seconds: float) -> None:
+    """Wait until these processes have ended and their memory is free, for `seconds` at most."""
+    end = time.monotonic() + seconds
+    for pid in pids:
+        try:
+            ended = os.pidfd_open(pid)
+        except OSError:  # it is gone, or the system has no such descriptors
+            continue
+        try:
+            select.select([ended], [], [], max(0.0, end - time.monotonic()))
+        finally:
+            os.close(ended)
 
 
 def bytes_from_disk(pid: int) -> int:

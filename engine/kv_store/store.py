@@ -195,6 +195,11 @@ class BlockStore:
         """True while a read takes so long that a request should not wait for the disk."""
         return self._reader.is_stalled
 
+    @property
+    def is_full(self) -> bool:
+        """True while nothing more is read until blocks are taken. To be asked within `wait`."""
+        return not self._reader.may_read
+
     def read(self, wanted: Sequence[tuple[BlockAddress, int]]) -> ReadJob:
         job = ReadJob(wanted)
         self._reader.submit(job)

@@ -312,10 +312,12 @@ class StoreReader(StoreThread):
 
     def _next_job(self) -> ReadJob | None:
         with self._changed:
-            self._changed.wait_for(lambda: (self._jobs and self._may_read()) or self._is_closed)
+            self._changed.wait_for(lambda: (self._jobs and self.may_read) or self._is_closed)
             return None if self._is_closed else self._jobs.popleft()
 
-    def _may_read(self) -> bool:
+    @property
+    def may_read(self) -> bool:
+        """False once the blocks that nobody has taken fill the buffers."""
         return self._held_bytes == 0 or self._held_bytes < self._limit
 
     def _read_next(self, job: ReadJob) -> None:

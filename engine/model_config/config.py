@@ -145,15 +145,16 @@ class ModelConfig(ArchitectureTraits):
         return rope if variant is None else self.ropes.index(variant)
 
     def sizes_of(self, layer: int) -> LayerSizes:
-        if self.layer_sizes:
-            found = self.layer_sizes[layer]
-        else:
-            found = LayerSizes(
+        if not self.layer_sizes:  # asked a thousand times in a load, for which `replace` takes long
+            return LayerSizes(
                 kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
                 inner=self.intermediate_size,
                 kv_source=layer,
+                heads=self.num_heads,
+                value_dim=self.head_dim,
             )
+        found = self.layer_sizes[layer]
         heads, value_dim = found.heads or self.num_heads, found.value_dim or found.head_dim
         return replace(found, heads=heads, value_dim=value_dim)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from llmbox.kernels.op_types import BatchLayout
+from llmbox.kernels.op_types import BatchLayout, CopyRuns
 from llmbox.kernels.ops import KVCache, Ops
 from llmbox.kernels.recurrent import RecurrentState, copy_states
 
@@ -18,10 +18,11 @@ from ..device.device import Device, DeviceEvent
 from ..kv_store.block_file import BlockKind, Checksums, zlib_checksums
 from ..model.forward_context import ForwardContext
 
-_move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-)
-"""memmove that keeps the interpreter lock: `ctypes.memmove` gives it to the store's threads at each layer."""
+
+def _copy_runs(source: int, source_step: int, target: int, target_step: int, size: int, count: int) -> None:
+    """Do what `Ops.copy_runs` does."""
+    for run in range(count):
+        ctypes.memmove(target + run * target_step, source + run * source_step, size)
 
 
 class DeviceBlockMemory:
@@ -39,9 +40,11 @@ class DeviceBlockMemory:
         tensors: Mapping[BlockKind, Sequence[Tensor]],
         device: Device,
         checksums: Checksums = zlib_checksums,
+        copy_runs: CopyRuns = _copy_runs,
     ) -> None:
         """`tensors`: [layers, blocks, ...] of each kind, contiguous; a block is `tensor[:, block]` of all."""
         self.checksums = checksums
+        self._copy_runs = copy_runs
         self._tensors = {kind: [each for each in parts if each.numel()] for kind, parts in tensors.items()}
         self._device, self._copies = device, device.copy_stream()
         self._has_saved = False
@@ -61,8 +64,8 @@ class DeviceBlockMemory:
 
     def save(self, kind: BlockKind, index: int, into: memoryview) -> None:
         if self.device.type == "cpu":
-            for at, host, size in self._runs(kind, index, into):
-                _move(host, at, size)
+            for at, step, host, size, layers in self._runs(kind, index, into):
+                self._copy_runs(at, step, host, size, size, layers)
         else:
             for block, part in self._parts(kind, index, into):
                 self._copies.copy(block, part)
@@ -70,8 +73,8 @@ class DeviceBlockMemory:
 
     def load(self, kind: BlockKind, index: int, data: memoryview) -> None:
         if self.device.type == "cpu":
-            for at, host, size in self._runs(kind, index, data):
-                _move(at, host, size)
+            for at, step, host, size, layers in self._runs(kind, index, data):
+                self._copy_runs(host, size, at, step, size, layers)
         else:
             self._copies.follow_steps()
             for block, part in self._parts(kind, index, data):
@@ -83,17 +86,19 @@ class DeviceBlockMemory:
             self._has_saved = False
         return self._copies.record()
 
-    def _runs(self, kind: BlockKind, index: int, data: memoryview) -> Iterator[tuple[int, int, int]]:
-        """Yield address on the device, address in `data` and bytes of each layer. torch would share a copy
-        among its threads, and wait for them where the cores are busy.
+    def _runs(
+        self, kind: BlockKind, index: int, data: memoryview
+    ) -> Iterator[tuple[int, int, int, int, int]]:
+        """Yield for each tensor: address of the first layer on the device, bytes to the next one, address in
+        `data`, bytes of a layer, layers. torch would share a copy among its threads, and wait for them where
+        the cores are busy.
         """
         host = ctypes.addressof(ctypes.c_ubyte.from_buffer(data))
         for tensor in self._tensors[kind]:
             layers, blocks = tensor.shape[:2]
             size = _block_bytes(tensor) // layers
-            for layer in range(layers):
-                yield tensor.data_ptr() + (layer * blocks + index) * size, host, size
-                host += size
+            yield tensor.data_ptr() + index * size, blocks * size, host, size, layers
+            host += layers * size
 
     def _parts(self, kind: BlockKind, index: int, data: memoryview) -> Iterator[tuple[Tensor, Tensor]]:
         memory: Tensor = data.obj.memory  # type: ignore[attr-defined]
@@ -167,7 +172,8 @@ class ModelCaches:
             tensors["window"] = self._ops.block_tensors(self.window)
         if self.states is not None:
             tensors["state"] = list(self.states.tensors)
-        return DeviceBlockMemory(tensors, device, self._ops.checksums or zlib_checksums)
+        checksums, copy_runs = self._ops.checksums or zlib_checksums, self._ops.copy_runs or _copy_runs
+        return DeviceBlockMemory(tensors, device, checksums, copy_runs)
 
 
 def _block_bytes(tensor: Tensor) -> int:

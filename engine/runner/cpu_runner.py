@@ -3,6 +3,7 @@
 T rows of the step, R rows whose logits are wanted, S of them to sample, E hidden.
 """
 
+import ctypes
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -87,8 +88,8 @@ class CPUModelRunner:
         self._begun_blocks = self._populated_blocks = 0
         """Numbers below which blocks have been used, and have their pages."""
         self._populating: threading.Thread | None = None
-        self._idle = threading.Event()
-        """Not set while a step runs: no blocks get pages beside it."""
+        self._is_busy = ctypes.c_int(1)
+        """Not 0 while a step runs: no blocks get pages beside it."""
 
     def attach(self, proposer: "HeadProposer", cache: KVCache, taps: Sequence[int] = ()) -> None:
         """Show the hidden states of each later step to a draft head. `cache`: the head's KV cache, if it has
@@ -103,7 +104,7 @@ class CPUModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Execute one step. Decoding rows come first, sorted by context: attention batches neighbors."""
-        self._idle.clear()
+        self._is_busy.value = 1
         if plan.adapter_loads:
             self.adapters.load(plan.adapter_loads)
         self.caches.copy(plan)
@@ -196,7 +197,7 @@ class CPUModelRunner:
         step begins: the first touch takes milliseconds a block, in the step of a prompt or in the copies of
         blocks from disk, which go on beside it. Blocks are used in the order of their numbers.
         """
-        self._idle.set()
+        self._is_busy.value = 0
         if self._ops.populate_blocks is not None and (
             self._populating is None or not self._populating.is_alive()
         ):
@@ -215,28 +216,23 @@ class CPUModelRunner:
         """Populate blocks below `end`, some at a time in each layer: those of one layer lie side by side."""
         populate = self._ops.populate_blocks
         assert populate is not None
-        while self._idle.is_set() and (first := max(self._populated_blocks, self._begun_blocks)) < end:
+        while (first := max(self._populated_blocks, self._begun_blocks)) < end:
             last = min(end, first + at_once)
-            for each in self._layers_of(range(first, last)):
-                if not self._idle.is_set():
-                    return
-                if not populate(*each):
+            for cache in self.caches.full:
+                if not populate(cache, range(first, last), self._is_busy):
                     self._populated_blocks = sys.maxsize
                     return
+                if self._is_busy.value:
+                    return
             self._populated_blocks = last
-
-    def _layers_of(self, blocks: range) -> list[tuple[KVCache, int, range]]:
-        return [
-            (cache, layer, blocks)
-            for cache in self.caches.full
-            for layer in range(self._ops.block_tensors(cache)[0].shape[0])
-        ]
 
     def populate(self) -> None:
         """Populate the pages of all KV blocks now, before any step has to wait for them."""
         populate, count = self._ops.populate_blocks, self._ops.block_tensors(self.caches.kv)[0].shape[1]
-        if populate is not None and all(populate(*each) for each in self._layers_of(range(count))):
-            self._populated_blocks = count
+        if populate is not None:
+            goes_on = ctypes.c_int(0)
+            if all(populate(cache, range(count), goes_on) for cache in self.caches.full):
+                self._populated_blocks = count
 
     @property
     def model(self) -> Decoder:

@@ -193,8 +193,9 @@ class CPUAttention(CPUOperations):
         if blocks:
             self.library.llmbox_cache_clear(cache.pointer, (ctypes.c_int * len(blocks))(*blocks), len(blocks))
 
-    def populate_blocks(self, cache: CPUKVCache, layer: int, blocks: range) -> bool:
-        return bool(self.library.llmbox_cache_populate(cache.pointer, layer, blocks.start, len(blocks)))
+    def populate_blocks(self, cache: CPUKVCache, blocks: range, stop: ctypes.c_int) -> bool:
+        args = blocks.start, len(blocks), ctypes.byref(stop)
+        return bool(self.library.llmbox_cache_populate(cache.pointer, *args))
 
 
 def _layout(

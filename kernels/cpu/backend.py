@@ -76,6 +76,7 @@ class CPUBackend:
             populate_blocks=attention.populate_blocks,
             block_tensors=CPUKVCache.block_tensors,
             checksums=self.checksums,
+            copy_runs=self.library.llmbox_copy_runs,
             cos_sin=self.cos_sin,
             linear_in_shares=self.linear_in_shares,
             graph=self.graph,

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 STEP_BYTES: Final = 64 << 20
 """Most bytes that one call copies, next to a step."""
+BLOCKS_AT_ONCE: Final = 8
+"""Blocks from disk for which an engine that has nothing else to do looks again: what it does then takes the
+interpreter from the thread that reads, for longer than that one needs for a block.
+"""
 LEAST_SECONDS: Final = 1.0
 """Time that a request waits for the disk, however few tokens it saves."""
 WAIT_SHARE: Final = 0.5
@@ -307,9 +311,14 @@ class ReadAhead:
             self._rate += 0.3 * (tokens / seconds - self._rate)
 
     def wait(self, seconds: float) -> None:
-        """Wait until a block has arrived from disk, or in memory."""
+        """Wait until some blocks have arrived from disk, or one in memory."""
         if self._copies:
             self._copies[0].event.wait()
         elif self._disk is not None and not any(reading.held for reading in self._reading.values()):
+            store = self._disk.store
             jobs = [reading.job for reading in self._reading.values() if reading.job is not None]
-            self._disk.store.wait(seconds, lambda: any(job.arrived or job.is_ended for job in jobs))
+            store.wait(seconds, lambda: store.is_full or any(map(_is_worth_a_look, jobs)))
+
+
+def _is_worth_a_look(job: ReadJob) -> bool:
+    return job.is_ended or len(job.arrived) >= BLOCKS_AT_ONCE

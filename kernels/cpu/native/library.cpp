@@ -59,9 +59,15 @@ void llmbox_cache_clear(const KVCache* cache, const int* blocks, int count) {
         },
         &clearing);
 }
-// Gives a block its pages without changing its content. 0: the system cannot.
-int llmbox_cache_populate(const KVCache* cache, int layer, int first, int count) {
-    return populate(cache->block(layer, first), count * cache->block_bytes());
+// Gives blocks their pages without changing their content, a layer at a time, until `stop` is set. 0: the system cannot.
+int llmbox_cache_populate(const KVCache* cache, int first, int count, const int* stop) {
+    for (int layer = 0; layer < cache->layers && !__atomic_load_n(stop, __ATOMIC_RELAXED); layer++)
+        if (!populate(cache->block(layer, first), count * cache->block_bytes())) return 0;
+    return 1;
+}
+// Copies `count` runs of `size` bytes that are `from_step` and `to_step` bytes apart.
+void llmbox_copy_runs(const uint8_t* from, int64_t from_step, uint8_t* to, int64_t to_step, int64_t size, int count) {
+    for (int run = 0; run < count; run++) memcpy(to + run * to_step, from + run * from_step, size);
 }
 
 // ---------------------------------------------------------------- operations; strides count elements

@@ -49,6 +49,8 @@ class House:
         self.need: dict[str, int] = {}
         self.host = 0
         """Main memory that each model needs beside its GPU, of `HOST_BUDGET` bytes."""
+        self.available = 0
+        """Main memory that is available beside all models in it."""
         self.budgets: tuple[int, ...] = (40_000,)
         self.device: Place = "cpu"
         self.registry = Registry(folder / "models.json")
@@ -87,7 +89,7 @@ class House:
         requests = [
             MemoryRequest(each, need // ranks, need // ranks, self.host, self.host) for each in places
         ]
-        return MemoryNeed(self.device, tuple(requests), budgets, HOST_BUDGET)
+        return MemoryNeed(self.device, tuple(requests), budgets, HOST_BUDGET, self.available)
 
     def config(self, name: str) -> EngineConfig:
         return EngineConfig(model_path=str(self.folder / "models" / name), name=name)
@@ -143,6 +145,55 @@ async def test_a_request_loads_what_is_on_disk_and_the_oldest_leaves(tmp_path: P
         with pytest.raises(ApiError) as refused:
             await house.residency.find("absent")
         assert (refused.value.status, refused.value.code) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("available", [SIZE - 1, SIZE])
+async def test_a_load_waits_for_the_end_of_another_engine_only_for_its_memory(tmp_path: Path, available: int):
+    async with opened(tmp_path) as house:
+        house.budgets = (SIZE,)
+        await house.ask("a")
+        model = house.engines.find("a")
+        assert model is not None
+        stop, begun, may_end = model.supervisor.stop, asyncio.Event(), asyncio.Event()
+
+        async def stop_slowly() -> None:
+            begun.set()
+            await may_end.wait()
+            await stop()
+
+        model.supervisor.stop = stop_slowly  # type: ignore[method-assign, assignment]
+        house.available, pid = available, model.supervisor.pid
+        loading = asyncio.create_task(house.ask("b"))
+        await begun.wait()
+        if available < SIZE:
+            assert not house.names
+            may_end.set()
+            await loading
+            assert model.supervisor.pid is None
+            assert house.engines.get("b").supervisor.admitted.memory_after == ()
+            return
+        started = house.engines.loading()[0]
+        await started.launched()
+        assert started.admitted.memory_after == (pid,)
+        await loading
+        assert house.names == ["b"]
+        assert started.admitted.memory_after == (), "a later start waits for no process of this number"
+        again = asyncio.create_task(house.ask("a"))
+        await until(house.engines.loading)
+        assert house.names == ["b"], "the memory of one that still ends is not counted as free or as ours"
+        may_end.set()
+        await again
+        assert house.names == ["a"]
+
+
+async def test_a_daemon_that_ends_waits_for_engines_that_leave(tmp_path: Path):
+    async with opened(tmp_path) as house:
+        house.budgets, house.available = (SIZE,), SIZE
+        await house.ask("a")
+        model = house.engines.find("a")
+        await house.ask("b")
+    assert model is not None
+    assert model.supervisor.pid is None
 
 
 async def test_each_gets_its_share_and_no_more(tmp_path: Path):
@@ -591,7 +642,7 @@ def test_sizes_are_the_engines_own_estimate(tmp_path: Path):
         config,
     )
     wish = MemoryRequest((0,), least_bytes(plan), plan.total_bytes)
-    assert found == MemoryNeed("cpu", (wish,), (5_000_000_000,))
+    assert found == MemoryNeed("cpu", (wish,), (5_000_000_000,), available=4_000_000_000)
     share = replace(config, memory_bytes=wish.need)
     small = estimate(
         parse_config(tmp_path).shape(), replace(MemoryBudget.of(machine, "cpu"), available=10**10), share

@@ -1,7 +1,9 @@
 """What is left to finish when a process ends: once, the latest first, also where Python does not end it."""
 
+import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -60,6 +62,17 @@ exit_process(3)
         [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=300, check=False
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (3, "done\n", "told\n")
+
+
+def test_ends_of_other_processes_are_awaited_but_not_for_long():
+    other = subprocess.Popen([sys.executable, "-P", "-c", "input()"], stdin=subprocess.PIPE)
+    ending.await_exits([other.pid], 0.0)
+    assert other.poll() is None
+    threading.Timer(0.05, other.stdin.close).start()
+    ending.await_exits([other.pid], 300.0)
+    assert os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    other.wait()
+    ending.await_exits([other.pid], 300.0)  # it is gone
 
 
 def test_a_forked_child_has_no_files_tasks_or_context_of_its_parent():

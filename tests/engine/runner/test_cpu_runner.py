@@ -1,3 +1,4 @@
+import ctypes
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -168,10 +169,15 @@ class Populating:
     def block_tensors(self, _cache):
         return [torch.empty(2, 100, 512, dtype=torch.uint8)]
 
-    def populate_blocks(self, _cache, layer, blocks):
-        self.given.append((layer, blocks.start, blocks.stop))
-        self.then()
-        return self.works
+    def populate_blocks(self, _cache, blocks, stop):
+        for layer in (0, 1):
+            if stop.value:
+                break
+            self.given.append((layer, blocks.start, blocks.stop))
+            self.then()
+            if not self.works:
+                return False
+        return True
 
     def whole(self):
         """Return the blocks that have pages in both layers."""
@@ -251,8 +257,8 @@ def test_a_block_keeps_what_it_holds():
     cache = ops.make_kv_cache(shape, torch.device("cpu"))
     (memory,) = ops.block_tensors(cache)
     memory.fill_(7)
-    for layer in range(2):
-        assert ops.populate_blocks(cache, layer, range(1, 8))
+    assert ops.populate_blocks(cache, range(1, 8), ctypes.c_int(0))
+    assert ops.populate_blocks(cache, range(1, 8), ctypes.c_int(1)), "to be stopped is no failure"
     assert (memory == 7).all()
     ops.clear_blocks(cache, [1, 6])
     assert [int(memory[:, block].sum() == 0) for block in range(8)] == [0, 1, 0, 0, 0, 0, 1, 0]

@@ -539,7 +539,8 @@ void check_attention(int dtype, int kv_dtype, int block_size, int query_heads, i
     llmbox_cache_copy(cache, 0, 1);
     const int blocks[] = {0, 1};
     llmbox_cache_clear(cache, blocks, 2);
-    llmbox_cache_populate(cache, 0, 0, 1);
+    const int stop = 0;
+    llmbox_cache_populate(cache, 0, 1, &stop);
     llmbox_cache_free(cache);
 }
 
