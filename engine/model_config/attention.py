@@ -4,7 +4,7 @@ softcaps.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,20 +16,6 @@ Windows = tuple[int | None, ...]
 """Sliding window of each layer in tokens; None for full attention."""
 WindowRule = Callable[[Fields, int], Windows]
 """Rule (config.json, number of layers) -> windows. Raises ModelError."""
-MISTRAL3_TEXT: Mapping[str, Any] = {
-    "vocab_size": 131072,
-    "hidden_size": 5120,
-    "intermediate_size": 32768,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e9,
-    "sliding_window": None,
-}
-"""Defaults of transformers for the text part of a Mistral 3, whose `text_config` may leave keys out."""
 
 
 def no_windows(_fields: Fields, layers: int) -> Windows:

@@ -116,7 +116,7 @@ def _roberta(fields: Fields) -> EncoderConfig:
         activation=read_activation(fields),
         position_rows=fields.integer("max_position_embeddings") + offset,
         position_offset=offset,
-        type_rows=count_types(fields, 1),
+        type_rows=count_types(fields),
         head=read_head(fields),
         renames=BERT_NAMES + _ROBERTA_HEAD,
     )

@@ -320,7 +320,14 @@ HYBRIDS: dict[str, Architecture] = {
     ),
     "BailingHybridForCausalLM": Architecture(
         model_type="bailing_hybrid",
-        defaults={"rope_theta": 6e6, "n_group": 8, "topk_group": 4, "num_nextn_predict_layers": 1},
+        defaults={
+            "rope_theta": 6e6,
+            "routed_scaling_factor": 2.5,
+            "num_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_nextn_predict_layers": 1,
+        },
         attention_bias=True,
         head_gate_flag="use_attention_gate",
         ropes=deepseek_rope,
@@ -335,9 +342,7 @@ HYBRIDS: dict[str, Architecture] = {
 """Hybrids by the class name in `architectures` of config.json."""
 
 
-_LLAMA_INSIDE = Architecture(
-    model_type="llama", defaults={"rms_norm_eps": 1e-5}, attention_bias=True, mlp_bias=True, is_nested=True
-)
+_LLAMA_INSIDE = Architecture(model_type="llama", attention_bias=True, mlp_bias=True, is_nested=True)
 
 
 def glm_ocr_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:

@@ -35,6 +35,7 @@ from ..rope import (
     rope_of_sliding_layers,
 )
 from .gpt import refuse_options
+from .siblings import types_or_full
 
 PATTERNS = (("prefix_dense_", 1), ("", 4))
 
@@ -153,16 +154,13 @@ def flint_sizes(fields: Fields) -> dict[str, Any]:
     return {"layer_types": fields.raw.get("layer_types") or usual}
 
 
-def types_or_full(fields: Fields) -> dict[str, Any]:
-    layers = fields.integer("num_hidden_layers")
-    return {"layer_types": fields.raw.get("layer_types") or [FULL] * layers}
-
-
 def laguna_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
     """Return the sizes of layers with heads of their own; empty where all have as many."""
     if fields.raw.get("num_attention_heads_per_layer") is None:
         return ()
     heads, kv_heads = fields.numbers("num_attention_heads_per_layer"), fields.integer("num_key_value_heads")
+    if set(heads) == {fields.integer("num_attention_heads")}:
+        return ()
     if len(heads) != layers or not all(each > 0 and each % kv_heads == 0 for each in heads):
         raise fields.error(
             f"num_attention_heads_per_layer must have {layers} multiples of num_key_value_heads {kv_heads}"
@@ -274,6 +272,7 @@ _LAGUNA_ROPES: Mapping[str, Any] = {
 DEEPSEEK_V3 = Architecture(
     model_type="deepseek_v3",
     defaults={
+        "q_lora_rank": 1536,
         "n_shared_experts": 1,
         "first_k_dense_replace": 3,
         "routed_scaling_factor": 2.5,
@@ -359,7 +358,12 @@ MIXTURES: dict[str, Architecture] = {
     ),
     "MiMoV2FlashForCausalLM": Architecture(
         model_type="mimo_v2_flash",
-        defaults={"attention_out_bias": False, "attention_value_scale": 0.707, "sliding_window": 129},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "attention_out_bias": False,
+            "attention_value_scale": 0.707,
+            "sliding_window": 129,
+        },
         head_dim=192,
         attention_bias=True,
         has_sinks=True,
@@ -369,6 +373,7 @@ MIXTURES: dict[str, Architecture] = {
         ropes=partial_ropes_by_type,
         scales=mimo_v2_scales,
         experts=deepseek_v3_experts,
+        aliases={"rms_norm_eps": "layernorm_epsilon"},
         names={"sinks": "attention_sink_bias"},
         own_code="modeling_mimo_v2_flash.MiMoV2FlashForCausalLM",
         refuse=refuse_other_mimo_v2,

@@ -50,7 +50,7 @@ _LLAMA3_ROPE: Mapping[str, Any] = {
     "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
 }
-_GRANITE_SWA: Mapping[str, Any] = {"rms_norm_eps": 1e-5, "sliding_window": 128, "tie_word_embeddings": True}
+_MELLUM_ROPES: Mapping[str, Any] = {FULL: {"rope_theta": 5e5}, SLIDING: {"rope_theta": 1e4}}
 
 
 def refuse_shared_layers(fields: Fields) -> None:
@@ -72,9 +72,9 @@ def mellum_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     return qwen3_moe_experts(Fields({**fields.raw, "mlp_only_layers": dense}, fields.where), layers)
 
 
-def windows_by_type_or_none(fields: Fields, layers: int) -> Windows:
-    """Return windows by `layer_types`, without which no layer has one."""
-    return windows_by_type(fields, layers) if fields.raw.get("layer_types") else (None,) * layers
+def types_or_full(fields: Fields) -> dict[str, Any]:
+    """Return the type of each layer, by default full attention."""
+    return {"layer_types": fields.raw.get("layer_types") or [FULL] * fields.integer("num_hidden_layers")}
 
 
 def types_every_fourth(fields: Fields) -> dict[str, Any]:
@@ -209,7 +209,7 @@ _SWA_EXPERTS = tuple(
 )
 _QWEN2_VL = Architecture(
     model_type="qwen2_vl_text",
-    defaults={"sliding_window": 4096, "rope_theta": 1e6},
+    defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 1e6},
     qkv_bias=True,
     windows=windows_of_later_layers,
     ropes=rope_of_texts,
@@ -237,7 +237,12 @@ SIBLINGS: dict[str, Architecture] = {
     ),
     "CwmForCausalLM": Architecture(
         model_type="cwm",
-        defaults={"rms_norm_eps": 1e-5, "sliding_window": 8192, "rope_parameters": _LLAMA3_ROPE},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": 8192,
+            "rope_parameters": _LLAMA3_ROPE,
+        },
         head_dim=128,
         mlp_bias=True,
         sizes=types_every_fourth,
@@ -272,7 +277,7 @@ SIBLINGS: dict[str, Architecture] = {
     "GraniteMoeSharedForCausalLM": _GRANITE_SHARED,
     "GraniteSWAForCausalLM": Architecture(
         model_type="granite_swa",
-        defaults=_GRANITE_SWA,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 128, "tie_word_embeddings": True},
         attention_bias=True,
         mlp_bias=True,
         has_sinks=True,
@@ -284,7 +289,7 @@ SIBLINGS: dict[str, Architecture] = {
     "GraniteMoeSWAForCausalLM": replace(
         _GRANITE_SHARED,
         model_type="granitemoe_swa",
-        defaults=_GRANITE_SWA,
+        defaults={"sliding_window": 128},
         has_sinks=True,
         sizes=granite_swa_sizes,
         experts=granite_swa_experts,
@@ -340,11 +345,12 @@ SIBLINGS: dict[str, Architecture] = {
     ),
     "MellumForCausalLM": Architecture(
         model_type="mellum",
-        defaults={"sliding_window": 1024, "norm_topk_prob": True},
+        defaults={"sliding_window": 1024, "norm_topk_prob": True, "rope_parameters": _MELLUM_ROPES},
         head_dim=128,
         attention_bias=True,
         qk_norm="heads",
-        windows=windows_by_type_or_none,
+        sizes=types_or_full,
+        windows=windows_by_type,
         ropes=olmo3_ropes,
         experts=mellum_experts,
     ),
@@ -357,7 +363,13 @@ SIBLINGS: dict[str, Architecture] = {
     "Qwen3VLMoeForConditionalGeneration": replace(
         _QWEN3_VL,
         model_type="qwen3_vl_moe_text",
-        defaults={**_QWEN3_VL.defaults, "norm_topk_prob": True},
+        defaults={
+            **_QWEN3_VL.defaults,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": True,
+        },
         windows=windows_if_used,
         experts=qwen3_vl_experts,
     ),
