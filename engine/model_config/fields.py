@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from ..config import Dtype
 from ..errors import ModelError
@@ -55,6 +55,10 @@ class Fields:
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw = raw
         self.where = where
+
+    def replace(self, **changes: Any) -> Self:
+        """Return these fields with other values of some keys."""
+        return type(self)({**self.raw, **changes}, self.where)
 
     def error(self, problem: str) -> ModelError:
         return ModelError(f"{self.where}: {problem}")

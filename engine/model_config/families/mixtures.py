@@ -16,6 +16,8 @@ from ..attention import (
     deepseek_scales,
     deepseek_sizes,
     layer_types,
+    types_every,
+    types_where,
     windows_by_type,
 )
 from ..fields import Fields, raw_rope, show
@@ -35,7 +37,6 @@ from ..rope import (
     rope_of_sliding_layers,
 )
 from .gpt import refuse_options
-from .siblings import types_or_full
 
 PATTERNS = (("prefix_dense_", 1), ("", 4))
 
@@ -129,29 +130,14 @@ def kolibri1_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
 
 
 def kolibri1_sizes(fields: Fields) -> dict[str, Any]:
-    """Return the size of an MLP, which no layer has, and the types of layers: every fifth has full
-    attention.
-    """
-    layers = fields.integer("num_hidden_layers")
-    usual = [SLIDING if (layer + 1) % 5 else FULL for layer in range(layers)]
-    inner = fields.integer("shared_expert_intermediate_size")
-    return {"intermediate_size": inner, "layer_types": fields.raw.get("layer_types") or usual}
+    """Return the size of an MLP, which no layer has, and the types of layers."""
+    return {"intermediate_size": fields.integer("shared_expert_intermediate_size"), **types_every(5)(fields)}
 
 
 def flint_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     router = {"scoring": "sigmoid", "shared": "shared_expert"}
     normalized = fields.flag("norm_topk_prob", default=True)
     return experts_beside_shared(fields, sparse_layers(fields, layers), normalized=normalized, **router)
-
-
-def flint_sizes(fields: Fields) -> dict[str, Any]:
-    """Return the types of layers: the first two, the second of every four and the last have full
-    attention.
-    """
-    layers = fields.integer("num_hidden_layers")
-    is_full = [layer < 2 or layer % 4 == 1 or layer == layers - 1 for layer in range(layers)]
-    usual = [FULL if each else SLIDING for each in is_full]
-    return {"layer_types": fields.raw.get("layer_types") or usual}
 
 
 def laguna_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
@@ -314,7 +300,7 @@ MIXTURES: dict[str, Architecture] = {
         attention_bias=True,
         has_sinks=True,
         qk_norm="heads",
-        sizes=flint_sizes,
+        sizes=types_where(lambda n, layers: n < 2 or n % 4 == 1 or n == layers - 1),
         windows=windows_by_type,
         ropes=rope_of_sliding_layers,
         experts=flint_experts,
@@ -348,7 +334,7 @@ MIXTURES: dict[str, Architecture] = {
         qk_norm="heads",
         gate_function="softplus",
         variant=laguna_variant,
-        sizes=types_or_full,
+        sizes=types_where(lambda _layer, _layers: True),
         layer_sizes=laguna_layers,
         windows=windows_by_type,
         ropes=partial_ropes_by_type,
