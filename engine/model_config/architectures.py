@@ -10,17 +10,17 @@ from typing import Any
 from ..errors import UnsupportedArchitecture
 from .architecture import MISSING, Architecture
 from .attention import (
-    MISTRAL3_TEXT,
     cohere_scales,
-    exaone4_windows,
     granite_scales,
     interleaved_sparse_latent,
     one_window,
     sparse_extra_params,
     sparse_latent,
     sparse_sizes,
+    types_by_pattern,
+    types_where,
+    windows_by_type,
     windows_by_type_if_used,
-    windows_every_other,
     windows_if_used,
     windows_of_later_layers,
 )
@@ -94,7 +94,7 @@ _DEEPSEEK_V32 = replace(
     own_code="",
     mtp=None,
 )
-_GLM5 = {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "index_n_heads": 32}
+_GLM5 = {"rms_norm_eps": 1e-5, "q_lora_rank": 2048, "n_group": 1, "topk_group": 1, "index_n_heads": 32}
 _KIMI_K25 = replace(DEEPSEEK_V3, is_nested=True, own_code="modeling_kimi_k25.KimiK25ForConditionalGeneration")
 _ERNIE = Architecture(
     model_type="ernie4_5",
@@ -177,22 +177,29 @@ ARCHITECTURES: dict[str, Architecture] = {
         attention_bias=True,
         has_sinks=True,
         fits_float16=False,
-        windows=windows_every_other,
+        sizes=types_where(lambda layer, _layers: layer % 2 == 1),
+        windows=windows_by_type,
         experts=gpt_oss_experts,
     ),
-    "CohereForCausalLM": _COHERE,
+    "CohereForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, "rope_theta": 5e5}),
     "Cohere2ForCausalLM": replace(
         _COHERE,
         model_type="cohere2",
         defaults={**_COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4},
-        windows=exaone4_windows,
+        sizes=types_by_pattern,
+        windows=windows_by_type,
         ropes=interleaved_rope_of_sliding_layers,
     ),
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "DeepseekV2ForCausalLM": replace(
         DEEPSEEK_V3,
         model_type="deepseek_v2",
-        defaults={"first_k_dense_replace": 0, "n_shared_experts": 2, "num_nextn_predict_layers": 0},
+        defaults={
+            "q_lora_rank": 1536,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 2,
+            "num_nextn_predict_layers": 0,
+        },
         ropes=interleaved_rope,
         experts=deepseek_v2_experts,
         own_code="modeling_deepseek.DeepseekV2ForCausalLM",
@@ -218,6 +225,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="glm4_moe_lite",
         defaults={
             "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768,
             "routed_scaling_factor": 1.8,
             "n_shared_experts": 1,
             "num_nextn_predict_layers": 1,
@@ -252,6 +260,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "rms_norm_eps": 1e-5,
             "attention_out_bias": False,
             "partial_rotary_factor": 0.5,
+            "n_shared_experts": 1,
             "num_nextn_predict_layers": 1,
         },
         attention_bias=True,
@@ -262,7 +271,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         mtp="deepseek",
     ),
     "Ernie4_5_MoeForCausalLM": replace(
-        _ERNIE, model_type="ernie4_5_moe", head_dim=None, experts=ernie_experts
+        _ERNIE,
+        model_type="ernie4_5_moe",
+        defaults={**_ERNIE.defaults, "moe_num_shared_experts": 2},
+        head_dim=None,
+        experts=ernie_experts,
     ),
     "GraniteMoeForCausalLM": replace(_GRANITE, model_type="granitemoe", experts=granite_moe_experts),
     "MiniMaxM2ForCausalLM": Architecture(
@@ -275,7 +288,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         own_code="modeling_minimax_m2.MiniMaxM2ForCausalLM",
         refuse=refuse_other_minimax,
     ),
-    "MixtralForCausalLM": Architecture(model_type="mixtral", windows=one_window, experts=mixtral_experts),
+    "MixtralForCausalLM": Architecture(
+        model_type="mixtral",
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        windows=one_window,
+        experts=mixtral_experts,
+    ),
     "SmolLM3ForCausalLM": Architecture(
         model_type="smollm3",
         defaults={"rope_theta": 2e6, "tie_word_embeddings": True},
@@ -299,7 +317,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GlmForCausalLM": replace(_GLM4, model_type="glm", block="pre_norm", names={}),
     "Ministral3ForCausalLM": _MINISTRAL3,
     "Mistral3ForConditionalGeneration": replace(
-        _MISTRAL, defaults=MISTRAL3_TEXT, is_nested=True, nested=(_MISTRAL, _MINISTRAL3, MISTRAL4)
+        _MISTRAL, is_nested=True, nested=(_MISTRAL, _MINISTRAL3, MISTRAL4)
     ),
     "LlavaForConditionalGeneration": replace(
         _LLAMA, is_nested=True, nested=(_MISTRAL, _LLAMA), refuse=refuse_other_texts
@@ -315,7 +333,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "ApertusForCausalLM": Architecture(
         model_type="apertus",
-        defaults={"rms_norm_eps": 1e-5, "rope_parameters": APERTUS_ROPE},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1.2e7, "rope_parameters": APERTUS_ROPE},
         hidden_acts=("xielu",),
         activation="xielu",
         attention_bias=True,
@@ -331,7 +349,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
         qk_norm="heads",
         block="post_norm",
-        windows=exaone4_windows,
+        sizes=types_by_pattern,
+        windows=windows_by_type,
         ropes=rope_of_sliding_layers,
     ),
     **HYBRIDS,

@@ -4,11 +4,11 @@ softcaps.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .fields import Fields, raw_rope
+from .fields import MAX_LAYERS, Fields, raw_rope
 from .shape import LatentShape, RecurrentShape, SlidingShape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -16,20 +16,6 @@ Windows = tuple[int | None, ...]
 """Sliding window of each layer in tokens; None for full attention."""
 WindowRule = Callable[[Fields, int], Windows]
 """Rule (config.json, number of layers) -> windows. Raises ModelError."""
-MISTRAL3_TEXT: Mapping[str, Any] = {
-    "vocab_size": 131072,
-    "hidden_size": 5120,
-    "intermediate_size": 32768,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e9,
-    "sliding_window": None,
-}
-"""Defaults of transformers for the text part of a Mistral 3, whose `text_config` may leave keys out."""
 
 
 def no_windows(_fields: Fields, layers: int) -> Windows:
@@ -73,26 +59,38 @@ def windows_by_type(fields: Fields, layers: int) -> Windows:
     return tuple(window if name == SLIDING else None for name in layer_types(fields, layers))
 
 
-def windows_every_other(fields: Fields, layers: int) -> Windows:
-    """Return windows by `layer_types`, or for every other layer from the first on."""
-    if fields.raw.get("layer_types") is None:
-        types = [FULL if layer % 2 else SLIDING for layer in range(layers)]
-        fields = Fields({**fields.raw, "layer_types": types}, fields.where)
-    return windows_by_type(fields, layers)
+TypesRule = Callable[[Fields], dict[str, Any]]
+"""Rule for `Architecture.sizes` that completes `layer_types`."""
 
 
-def exaone4_windows(fields: Fields, layers: int) -> Windows:
-    """Return windows by `layer_types`, or for all layers but every `sliding_window_pattern`-th, which may be
+def types_where(is_full: Callable[[int, int], bool]) -> TypesRule:
+    """Return a rule for files without `layer_types`: `is_full` (layer, number of layers) says which layers
+    have full attention; the others have a window.
+    """
+
+    def complete(fields: Fields) -> dict[str, Any]:
+        if fields.raw.get("layer_types") is not None:
+            return {}
+        layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+        return {"layer_types": [FULL if is_full(layer, layers) else SLIDING for layer in range(layers)]}
+
+    return complete
+
+
+def types_every(count: int) -> TypesRule:
+    """Return a rule for files without `layer_types`: the last of each `count` layers has full attention."""
+    return types_where(lambda layer, _layers: (layer + 1) % count == 0)
+
+
+def types_by_pattern(fields: Fields) -> dict[str, Any]:
+    """Complete `layer_types`: the last of each `sliding_window_pattern` layers has full attention. It may be
     written as one letter a layer (`LLLG`).
     """
-    if window_of(fields) is None:
-        return no_windows(fields, layers)
-    if fields.raw.get("layer_types") is None:
-        pattern = fields.raw.get("sliding_window_pattern")
-        every = len(pattern) if isinstance(pattern, str) else fields.integer("sliding_window_pattern")
-        types = [FULL if every and (layer + 1) % every == 0 else SLIDING for layer in range(layers)]
-        fields = Fields({**fields.raw, "layer_types": types}, fields.where)
-    return windows_by_type(fields, layers)
+    pattern = fields.raw.get("sliding_window_pattern")
+    if fields.raw.get("layer_types") is not None or (pattern is None and window_of(fields) is None):
+        return {}
+    every = len(pattern) if isinstance(pattern, str) else fields.integer("sliding_window_pattern")
+    return types_every(every or MAX_LAYERS + 1)(fields)
 
 
 def layer_types(fields: Fields, layers: int) -> list[str]:

@@ -38,6 +38,7 @@ from .fields import (
     checkpoint_dtype,
     norm_eps,
     text_fields,
+    with_text_sizes,
 )
 from .moe import ExpertsConfig
 from .mtp import MTPConfig, find_mtp, mtp_shape
@@ -281,7 +282,8 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
         kind = next((inner for inner in kind.nested if inner.model_type == named), kind)
         if kind.text_type:
             named = {"model_type": named or kind.text_type, "architectures": None}
-            kind = named_architecture(Fields({**fields.raw, **named}, fields.where))
+            kind = named_architecture(fields.replace(**named))
+        fields = with_text_sizes(fields, kind.model_type)
     fields = kind.complete(fields)
     kind = replace(kind, **kind.variant(fields))
     refuse_unsupported(fields, kind)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from ..config import Dtype
 from ..errors import ModelError
@@ -18,6 +18,34 @@ MAX_POSITIONS: Final = 1 << 27
 _SHOWN: Final = 80
 OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 """Keys that config.json may have next to `text_config` and not in it."""
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+)
+_TEXT_SIZES: Final[dict[str, tuple[int, ...]]] = {
+    "cohere2": (256000, 8192, 22528, 40, 64, 64, 8192),
+    "exaone4": (102400, 4096, 16384, 32, 32, 32, 2048),
+    "glm4v_moe_text": (151424, 4096, 10944, 46, 96, 8, 65536),
+    "glm4v_text": (151552, 4096, 13696, 40, 32, 2, 32768),
+    "glm_ocr_text": (59392, 1024, 4096, 16, 16, 8, 131072),
+    "lfm2": (65536, 2560, 12288, 32, 32, 8, 128000),
+    "lfm3": (128000, 2048, 7680, 24, 16, 4, 128000),
+    "llama": (32000, 4096, 11008, 32, 32, 32, 2048),
+    "ministral3": (131072, 4096, 14336, 34, 32, 8, 262144),
+    "mistral": (32000, 4096, 14336, 32, 32, 8, 131072),
+    "mistral4": (131072, 4096, 12288, 36, 32, 32, 1048576),
+    "muse_glimmer_text": (202048, 6656, 19968, 52, 32, 2, 131072),
+    "qwen2": (151936, 4096, 22016, 32, 32, 32, 32768),
+    "qwen2_5_vl_text": (152064, 8192, 29568, 80, 64, 8, 32768),
+    "qwen2_vl_text": (152064, 8192, 29568, 80, 64, 8, 32768),
+    "qwen3": (151936, 4096, 22016, 32, 32, 32, 32768),
+    "qwen3_5_moe_text": (248320, 2048, 5632, 40, 16, 2, 32768),
+    "qwen3_5_text": (248320, 4096, 12288, 32, 16, 4, 32768),
+    "qwen3_vl_moe_text": (151936, 2048, 5632, 24, 16, 16, 128000),
+    "qwen3_vl_text": (151936, 4096, 22016, 32, 32, 32, 128000),
+}
+"""Sizes of language models of vision-language models by `model_type`, in the order of `_SIZES`: transformers
+before 5 wrote a `text_config` without what its class has as a default."""
 DTYPES: dict[str, Dtype] = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
 
 
@@ -27,6 +55,10 @@ class Fields:
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw = raw
         self.where = where
+
+    def replace(self, **changes: Any) -> Self:
+        """Return these fields with other values of some keys."""
+        return type(self)({**self.raw, **changes}, self.where)
 
     def error(self, problem: str) -> ModelError:
         return ModelError(f"{self.where}: {problem}")
@@ -131,6 +163,12 @@ def text_fields(fields: Fields) -> Fields:
     whole = {key: fields.raw[key] for key in OF_THE_WHOLE if fields.raw.get(key) is not None}
     decisive = {key: value for key, value in whole.items() if key == "tie_word_embeddings"}
     return Fields({**whole, **text, **decisive}, f"{fields.where}: text_config")
+
+
+def with_text_sizes(fields: Fields, model_type: str) -> Fields:
+    """Return a `text_config` with the sizes that it leaves out because they are the defaults of its class."""
+    usual = dict(zip(_SIZES, _TEXT_SIZES.get(model_type, ()), strict=False))
+    return Fields({**usual, **fields.raw}, fields.where)
 
 
 def attends_both_ways(fields: Fields) -> bool:

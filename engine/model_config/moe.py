@@ -119,6 +119,16 @@ ExpertRule = Callable[[Fields, int], ExpertsConfig | None]
 """Rule (config.json, number of layers) -> experts; None for a model without. Raises ModelError."""
 
 
+def experts_with(rule: ExpertRule, **changes: Any) -> ExpertRule:
+    """Return `rule` for checkpoints with other names or another layout of experts."""
+
+    def read(fields: Fields, layers: int) -> ExpertsConfig | None:
+        found = rule(fields, layers)
+        return found and replace(found, **changes)
+
+    return read
+
+
 def no_experts(_fields: Fields, _layers: int) -> None:
     return None
 
@@ -164,12 +174,6 @@ def qwen2_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     inner = fields.integer("shared_expert_intermediate_size")
     shared: dict[str, Any] = {"shared_inner": inner, "has_shared_gate": True, "shared": "shared_expert"}
     return in_sparse_layers(fields, layers, selected, **shared)
-
-
-def qwen3_5_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read the experts of Qwen3-Next and Qwen3.5, which may be in tensors of all experts."""
-    found = qwen2_moe_experts(fields, layers)
-    return None if found is None else replace(found, stacked=StackedExperts())
 
 
 def lfm2_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
@@ -300,9 +304,9 @@ def deepseek_v2_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     if fields.text("scoring_func", "softmax") != "softmax":
         raise fields.error(f"scoring_func {fields.raw['scoring_func']!r} is not supported, only 'softmax'")
     if method == "greedy":
-        fields = Fields({**fields.raw, "n_group": 1, "topk_group": 1}, fields.where)
+        fields = fields.replace(n_group=1, topk_group=1)
     # transformers never normalizes them, whatever norm_topk_prob says.
-    fields = Fields({**fields.raw, "norm_topk_prob": False}, fields.where)
+    fields = fields.replace(norm_topk_prob=False)
     found = deepseek_experts(fields, layers)
     return found if any(found.layers) else None
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .attention import FULL, SLIDING, exaone4_windows, layer_types
+from .attention import FULL, SLIDING, layer_types, windows_by_type
 from .fields import Fields, raw_rope
 
 MAX_FACTOR = 65536.0
@@ -188,6 +188,20 @@ def partial_ropes_by_type(fields: Fields, head_dim: int, positions: int, layers:
     return tuple(found), tuple(names.index(kind) for kind in types)
 
 
+def rope_of_texts(rule: RopeRule) -> RopeRule:
+    """Return `rule` for a model whose dimensions have the time, the row or the column of an image as their
+    position: all three are the same for texts.
+    """
+
+    def read(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
+        rope = {key: value for key, value in raw_rope(fields).items() if not key.startswith("mrope")}
+        for key in ("rope_type", "type"):
+            rope |= {key: "default"} if rope.get(key) == "mrope" else {}
+        return rule(fields.replace(rope_parameters=rope, rope_scaling=None), head_dim, positions, layers)
+
+    return read
+
+
 def deepseek_rope(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return one RoPE, of neighboring pairs unless `rope_interleave` is false."""
     interleaved = fields.flag("rope_interleave", default=True)
@@ -222,7 +236,7 @@ def rope_of_alpha(fields: Fields, head_dim: int, positions: int, layers: int) ->
 
 def rope_of_sliding_layers(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return one RoPE that layers of full attention do not use (NoPE), if there are others."""
-    rope, windows = parse_rope(fields, head_dim, positions), exaone4_windows(fields, layers)
+    rope, windows = parse_rope(fields, head_dim, positions), windows_by_type(fields, layers)
     if fields.raw.get("sliding_window") is None:
         return (rope,), (0,) * layers
     return (rope, RopeConfig(rotary_dim=0)), tuple(int(window is None) for window in windows)
@@ -233,22 +247,28 @@ def interleaved_rope_of_sliding_layers(
 ) -> LayerRopes:
     """Return one RoPE of neighboring pairs that layers of full attention do not use (NoPE)."""
     (rope,), _ = interleaved_rope(fields, head_dim, positions, layers)
-    windows = exaone4_windows(fields, layers)
+    windows = windows_by_type(fields, layers)
     return (rope, RopeConfig(rotary_dim=0)), tuple(int(window is None) for window in windows)
 
 
 def rope_of_some_layers(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return one RoPE that some layers do not use (NoPE): those with a 0 in `no_rope_layers`, or without the
-    list every `no_rope_layer_interval`-th.
+    """Return one RoPE that some layers do not use (NoPE)."""
+    rope = parse_rope(fields, head_dim, positions)
+    still = tuple(int(not rotates) for rotates in rotating_layers(fields, layers))
+    return (rope, RopeConfig(rotary_dim=0)), still
+
+
+def rotating_layers(fields: Fields, layers: int) -> list[bool]:
+    """Return True for each layer with RoPE: those with a 1 in `no_rope_layers`, or without the list all but
+    every `no_rope_layer_interval`-th.
     """
     turns = fields.raw.get("no_rope_layers")
-    if turns is None:
+    if not turns:
         interval = fields.integer("no_rope_layer_interval", 4)
-        turns = [int((layer + 1) % interval != 0) for layer in range(layers)]
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
     if not isinstance(turns, list) or len(turns) < layers or not all(turn in (0, 1) for turn in turns):
         raise fields.error(f"no_rope_layers must have a 0 or a 1 for each of {layers} layers")
-    rope = parse_rope(fields, head_dim, positions)
-    return (rope, RopeConfig(rotary_dim=0)), tuple(0 if turn else 1 for turn in turns[:layers])
+    return [bool(turn) for turn in turns[:layers]]
 
 
 def olmo3_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:

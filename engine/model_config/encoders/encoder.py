@@ -116,7 +116,7 @@ def _roberta(fields: Fields) -> EncoderConfig:
         activation=read_activation(fields),
         position_rows=fields.integer("max_position_embeddings") + offset,
         position_offset=offset,
-        type_rows=count_types(fields, 1),
+        type_rows=count_types(fields),
         head=read_head(fields),
         renames=BERT_NAMES + _ROBERTA_HEAD,
     )
@@ -255,7 +255,7 @@ def _modern_types(fields: Fields, layers: int) -> tuple[str, ...]:
     if fields.raw.get("layer_types") is None:
         every = fields.integer("global_attn_every_n_layers", 3)
         kinds = ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
-        fields = Fields({**fields.raw, "layer_types": kinds}, fields.where)
+        fields = fields.replace(layer_types=kinds)
     return tuple(layer_types(fields, layers))
 
 

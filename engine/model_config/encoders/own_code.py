@@ -66,9 +66,7 @@ def ntk_rope(fields: Fields, head_dim: int, positions: int, layers: int) -> Laye
         )
     theta = scaling.number("rope_theta", fields.number("rope_theta", 10000.0)) * factor
     plain = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}, "rope_scaling": None}
-    (rope,), layer_ropes = one_rope(
-        Fields({**fields.raw, **plain}, fields.where), head_dim, positions, layers
-    )
+    (rope,), layer_ropes = one_rope(fields.replace(**plain), head_dim, positions, layers)
     divisors = (factor ** (2 / head_dim),) * (head_dim // 2)
     rope = replace(
         rope,

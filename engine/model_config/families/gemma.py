@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..architecture import Architecture
-from ..attention import Scales, Windows, layer_types, windows_by_type
+from ..attention import FULL, SLIDING, Scales, layer_types, types_by_pattern, types_where, windows_by_type
 from ..fields import Fields
 from ..rope import LayerRopes, RopeConfig, parse_rope
 
@@ -41,11 +41,11 @@ GEMMA3: Mapping[str, Any] = {
     "max_position_embeddings": 131072,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+    "sliding_window_pattern": 6,
 }
 """Defaults of transformers: published files omit them, and those of vision-language models omit nearly
 all."""
 ACTIVATION = "gelu_pytorch_tanh"
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def refuse_gemma(fields: Fields) -> None:
@@ -83,33 +83,25 @@ def logits_cap(fields: Fields) -> float | None:
     return _cap(fields, "final_logit_softcapping")
 
 
-def gemma2_windows(fields: Fields, layers: int) -> Windows:
-    return windows_by_type(_typed(fields, layers, 2), layers)
-
-
-def gemma3_windows(fields: Fields, layers: int) -> Windows:
-    return windows_by_type(_typed_as_gemma3(fields, layers), layers)
-
-
 def gemma3_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return two RoPE variants: the first for layers of full attention, the second for sliding windows."""
-    whole = _rope(fields, _FULL, head_dim, positions)
+    whole = _rope(fields, FULL, head_dim, positions)
     if whole.rope_type == "linear":  # max_position_embeddings is the length after scaling
         whole = replace(whole, original_context=int(positions / whole.factor))
-    local = _rope(fields, _SLIDING, head_dim, positions)
-    types = layer_types(_typed_as_gemma3(fields, layers), layers)
-    return (whole, local), tuple(int(name == _SLIDING) for name in types)
+    local = _rope(fields, SLIDING, head_dim, positions)
+    types = layer_types(fields, layers)
+    return (whole, local), tuple(int(name == SLIDING) for name in types)
 
 
 def _rope(fields: Fields, layer_type: str, head_dim: int, positions: int) -> RopeConfig:
     """Read the RoPE of a layer type. Before transformers 5 `rope_scaling` was that of full attention."""
-    is_local = layer_type == _SLIDING
+    is_local = layer_type == SLIDING
     theta = fields.number("rope_local_base_freq", 1e4) if is_local else fields.number("rope_theta", 1e6)
     scaling = None if is_local else fields.mapping("rope_scaling")
     by_type = fields.mapping("rope_parameters")
     if by_type is not None:
-        if not by_type or not set(by_type) <= {_SLIDING, _FULL}:
-            raise fields.error(f"rope_parameters must be those of {_FULL} and {_SLIDING}")
+        if not by_type or not set(by_type) <= {SLIDING, FULL}:
+            raise fields.error(f"rope_parameters must be those of {FULL} and {SLIDING}")
         scaling = Fields(by_type, f"{fields.where}: rope_parameters").mapping(layer_type)
     rope = parse_rope(
         Fields({"rope_parameters": scaling, "rope_theta": theta}, fields.where), head_dim, positions
@@ -117,18 +109,6 @@ def _rope(fields: Fields, layer_type: str, head_dim: int, positions: int) -> Rop
     if rope.rope_type in {"dynamic", "longrope"}:
         raise fields.error(f"RoPE type {rope.rope_type!r} is not supported in a Gemma 3")
     return rope
-
-
-def _typed_as_gemma3(fields: Fields, layers: int) -> Fields:
-    return _typed(fields, layers, fields.integer("sliding_window_pattern", 6))
-
-
-def _typed(fields: Fields, layers: int, every: int) -> Fields:
-    """Return fields with `layer_types`; by default the last of each `every` layers has full attention."""
-    if fields.raw.get("layer_types") is not None:
-        return fields
-    types = [_FULL if layer % every == every - 1 else _SLIDING for layer in range(layers)]
-    return Fields({**fields.raw, "layer_types": types}, fields.where)
 
 
 def _cap(fields: Fields, key: str) -> float | None:
@@ -141,13 +121,6 @@ def _positive(fields: Fields, key: str) -> float:
     if number <= 0:
         raise fields.error(f"{key} {number} must be larger than 0")
     return number
-
-
-def muse_glimmer_sizes(fields: Fields) -> dict[str, Any]:
-    """Return the kind of each layer: by default every fourth has full attention, counted from the last."""
-    layers = fields.integer("num_hidden_layers")
-    kinds = [_SLIDING if (layers - 1 - layer) % 4 else _FULL for layer in range(layers)]
-    return {"layer_types": fields.raw.get("layer_types") or kinds}
 
 
 def muse_glimmer_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
@@ -183,7 +156,8 @@ _GEMMA2 = replace(
     model_type="gemma2",
     defaults=GEMMA2,
     block="sandwich",
-    windows=gemma2_windows,
+    sizes=types_where(lambda layer, _layers: layer % 2 == 1),
+    windows=windows_by_type,
     scales=gemma2_scales,
     refuse=refuse_gemma2,
 )
@@ -192,7 +166,7 @@ _GEMMA3 = replace(
     model_type="gemma3_text",
     defaults=GEMMA3,
     qk_norm="heads",
-    windows=gemma3_windows,
+    sizes=types_by_pattern,
     ropes=gemma3_ropes,
     refuse=refuse_gemma3,
     may_be_bidirectional=True,
@@ -225,7 +199,7 @@ GEMMA_MODELS: dict[str, Architecture] = {
         qk_norm="no_weight_anywhere",
         block="sandwich",
         is_nested=True,
-        sizes=muse_glimmer_sizes,
+        sizes=types_where(lambda layer, layers: (layers - 1 - layer) % 4 == 0),
         windows=windows_by_type,
         ropes=muse_glimmer_ropes,
         scales=muse_glimmer_scales,

@@ -5,7 +5,17 @@ from dataclasses import replace
 from typing import Any
 
 from ..architecture import AltUpConfig, Architecture
-from ..attention import FULL, SLIDING, LayerSizes, Scales, Windows, layer_types, window_of, windows_by_type
+from ..attention import (
+    FULL,
+    SLIDING,
+    LayerSizes,
+    Scales,
+    Windows,
+    layer_types,
+    types_every,
+    window_of,
+    windows_by_type,
+)
 from ..fields import Fields
 from ..moe import ExpertsConfig, StackedExperts, selected_of
 from ..rope import LayerRopes, read_proportional_rope
@@ -196,11 +206,7 @@ def _types(fields: Fields) -> list[str]:
     """Return the attention type of each layer, by default every sixth full. The last is full whatever its
     file says, as in transformers.
     """
-    layers, types = fields.integer("num_hidden_layers"), fields.raw.get("layer_types")
-    if types is None:
-        types = [FULL if layer % 6 == 5 else SLIDING for layer in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or not all(t in (FULL, SLIDING) for t in types):
-        raise fields.error(f"layer_types must name {FULL} or {SLIDING} for each of {layers} layers")
+    types = layer_types(fields.replace(**types_every(6)(fields)), fields.integer("num_hidden_layers"))
     return [*types[:-1], FULL]
 
 
@@ -258,15 +264,13 @@ MOST_STREAMS = 8
 
 def gemma3n_sizes(fields: Fields) -> dict[str, Any]:
     """Return the type of each layer, by default every fifth full, and the largest MLP."""
-    layers, found = fields.integer("num_hidden_layers"), {}
-    if fields.raw.get("layer_types") is None:
-        found["layer_types"] = [FULL if layer % 5 == 4 else SLIDING for layer in range(layers)]
+    layers = fields.integer("num_hidden_layers")
     inner = fields.raw["intermediate_size"]
     each = inner if isinstance(inner, list) else [inner] * layers
     rows = [Fields({"intermediate_size": one}, fields.where).integer("intermediate_size") for one in each]
     if len(rows) != layers:
         raise fields.error(f"intermediate_size must be a number, or one for each of {layers} layers")
-    return {**found, "intermediate_size": max(rows), "layer_inner": rows}
+    return {**types_every(5)(fields), "intermediate_size": max(rows), "layer_inner": rows}
 
 
 def gemma3n_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:

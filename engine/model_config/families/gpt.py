@@ -90,7 +90,7 @@ def gpt_neo_windows(fields: Fields, layers: int) -> Windows:
     if not isinstance(kinds, list):
         raise fields.error("attention_layers must be a list of names")
     types = [{"global": FULL, "local": SLIDING}.get(str(kind), str(kind)) for kind in kinds]
-    return windows_by_type(Fields({**fields.raw, "layer_types": types}, fields.where), layers)
+    return windows_by_type(fields.replace(layer_types=types), layers)
 
 
 def gpt_neo_scales(_fields: Fields) -> Scales:

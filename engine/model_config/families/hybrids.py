@@ -8,8 +8,14 @@ from typing import Any
 
 from ..architecture import Architecture, as_it_is
 from ..attention import deepseek_latent, deepseek_scales, deepseek_sizes, falcon_h1_scales, granite_scales
-from ..fields import Fields
-from ..moe import deepseek_v3_experts, granite_hybrid_experts, lfm2_moe_experts, qwen3_5_moe_experts
+from ..moe import (
+    StackedExperts,
+    deepseek_v3_experts,
+    experts_with,
+    granite_hybrid_experts,
+    lfm2_moe_experts,
+    qwen2_moe_experts,
+)
 from ..recurrent.config import falcon_mamba_recurrence, mamba1_recurrence, mamba1_sizes
 from ..recurrent.families import (
     bamba_recurrence,
@@ -40,7 +46,6 @@ from ..recurrent.families import (
     refuse_other_nemotron,
 )
 from ..rope import (
-    LayerRopes,
     deepseek_rope,
     interleaved_rope,
     no_rope,
@@ -48,9 +53,9 @@ from ..rope import (
     partial_rope,
     rope_if_named,
     rope_if_theta,
+    rope_of_texts,
     ropes_by_type,
 )
-from .siblings import without_sections
 
 LING_NAMES: Mapping[str, str] = {
     "max_position_embeddings": "model_max_length",
@@ -99,7 +104,7 @@ _QWEN3_5_MOE = replace(
         "shared_expert_intermediate_size": 512,
         "norm_topk_prob": True,
     },
-    experts=qwen3_5_moe_experts,
+    experts=experts_with(qwen2_moe_experts, stacked=StackedExperts()),
 )
 _LFM2 = Architecture(
     model_type="lfm2",
@@ -320,7 +325,14 @@ HYBRIDS: dict[str, Architecture] = {
     ),
     "BailingHybridForCausalLM": Architecture(
         model_type="bailing_hybrid",
-        defaults={"rope_theta": 6e6, "n_group": 8, "topk_group": 4, "num_nextn_predict_layers": 1},
+        defaults={
+            "rope_theta": 6e6,
+            "routed_scaling_factor": 2.5,
+            "num_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_nextn_predict_layers": 1,
+        },
         attention_bias=True,
         head_gate_flag="use_attention_gate",
         ropes=deepseek_rope,
@@ -335,19 +347,7 @@ HYBRIDS: dict[str, Architecture] = {
 """Hybrids by the class name in `architectures` of config.json."""
 
 
-_LLAMA_INSIDE = Architecture(
-    model_type="llama", defaults={"rms_norm_eps": 1e-5}, attention_bias=True, mlp_bias=True, is_nested=True
-)
-
-
-def glm_ocr_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return one RoPE of neighboring pairs, whose sections have the same position in texts."""
-    return interleaved_rope(without_sections(fields), head_dim, positions, layers)
-
-
-def partial_rope_of_texts(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return one RoPE over the first dimensions of a head, whose sections have the same position in texts."""
-    return partial_rope(without_sections(fields), head_dim, positions, layers)
+_LLAMA_INSIDE = Architecture(model_type="llama", attention_bias=True, mlp_bias=True, is_nested=True)
 
 
 _GLM_OCR = Architecture(
@@ -355,7 +355,7 @@ _GLM_OCR = Architecture(
     defaults={"rms_norm_eps": 1e-5},
     block="sandwich",
     has_stacked_mlp=True,
-    ropes=glm_ocr_ropes,
+    ropes=rope_of_texts(interleaved_rope),
     is_nested=True,
     names={
         "post_attention_layernorm": "post_self_attn_layernorm",
@@ -387,7 +387,7 @@ MULTIMODAL: dict[str, Architecture] = {
             "moe_intermediate_size": 1408,
         },
         attention_bias=True,
-        ropes=partial_rope_of_texts,
+        ropes=rope_of_texts(partial_rope),
         experts=deepseek_v3_experts,
         is_nested=True,
     ),

@@ -16,6 +16,8 @@ from ..attention import (
     deepseek_scales,
     deepseek_sizes,
     layer_types,
+    types_every,
+    types_where,
     windows_by_type,
 )
 from ..fields import Fields, raw_rope, show
@@ -122,13 +124,8 @@ def kolibri1_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
 
 
 def kolibri1_sizes(fields: Fields) -> dict[str, Any]:
-    """Return the size of an MLP, which no layer has, and the types of layers: every fifth has full
-    attention.
-    """
-    layers = fields.integer("num_hidden_layers")
-    usual = [SLIDING if (layer + 1) % 5 else FULL for layer in range(layers)]
-    inner = fields.integer("shared_expert_intermediate_size")
-    return {"intermediate_size": inner, "layer_types": fields.raw.get("layer_types") or usual}
+    """Return the size of an MLP, which no layer has, and the types of layers."""
+    return {"intermediate_size": fields.integer("shared_expert_intermediate_size"), **types_every(5)(fields)}
 
 
 def flint_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
@@ -137,26 +134,13 @@ def flint_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     return experts_beside_shared(fields, sparse_layers(fields, layers), normalized=normalized, **router)
 
 
-def flint_sizes(fields: Fields) -> dict[str, Any]:
-    """Return the types of layers: the first two, the second of every four and the last have full
-    attention.
-    """
-    layers = fields.integer("num_hidden_layers")
-    is_full = [layer < 2 or layer % 4 == 1 or layer == layers - 1 for layer in range(layers)]
-    usual = [FULL if each else SLIDING for each in is_full]
-    return {"layer_types": fields.raw.get("layer_types") or usual}
-
-
-def types_or_full(fields: Fields) -> dict[str, Any]:
-    layers = fields.integer("num_hidden_layers")
-    return {"layer_types": fields.raw.get("layer_types") or [FULL] * layers}
-
-
 def laguna_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
     """Return the sizes of layers with heads of their own; empty where all have as many."""
     if fields.raw.get("num_attention_heads_per_layer") is None:
         return ()
     heads, kv_heads = fields.numbers("num_attention_heads_per_layer"), fields.integer("num_key_value_heads")
+    if set(heads) == {fields.integer("num_attention_heads")}:
+        return ()
     if len(heads) != layers or not all(each > 0 and each % kv_heads == 0 for each in heads):
         raise fields.error(
             f"num_attention_heads_per_layer must have {layers} multiples of num_key_value_heads {kv_heads}"
@@ -268,6 +252,7 @@ _LAGUNA_ROPES: Mapping[str, Any] = {
 DEEPSEEK_V3 = Architecture(
     model_type="deepseek_v3",
     defaults={
+        "q_lora_rank": 1536,
         "n_shared_experts": 1,
         "first_k_dense_replace": 3,
         "routed_scaling_factor": 2.5,
@@ -309,7 +294,7 @@ MIXTURES: dict[str, Architecture] = {
         attention_bias=True,
         has_sinks=True,
         qk_norm="heads",
-        sizes=flint_sizes,
+        sizes=types_where(lambda n, layers: n < 2 or n % 4 == 1 or n == layers - 1),
         windows=windows_by_type,
         ropes=rope_of_sliding_layers,
         experts=flint_experts,
@@ -343,7 +328,7 @@ MIXTURES: dict[str, Architecture] = {
         qk_norm="heads",
         gate_function="softplus",
         variant=laguna_variant,
-        sizes=types_or_full,
+        sizes=types_where(lambda _layer, _layers: True),
         layer_sizes=laguna_layers,
         windows=windows_by_type,
         ropes=partial_ropes_by_type,
@@ -353,7 +338,12 @@ MIXTURES: dict[str, Architecture] = {
     ),
     "MiMoV2FlashForCausalLM": Architecture(
         model_type="mimo_v2_flash",
-        defaults={"attention_out_bias": False, "attention_value_scale": 0.707, "sliding_window": 129},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "attention_out_bias": False,
+            "attention_value_scale": 0.707,
+            "sliding_window": 129,
+        },
         head_dim=192,
         attention_bias=True,
         has_sinks=True,
@@ -363,6 +353,7 @@ MIXTURES: dict[str, Architecture] = {
         ropes=partial_ropes_by_type,
         scales=mimo_v2_scales,
         experts=deepseek_v3_experts,
+        aliases={"rms_norm_eps": "layernorm_epsilon"},
         names={"sinks": "attention_sink_bias"},
         own_code="modeling_mimo_v2_flash.MiMoV2FlashForCausalLM",
         refuse=refuse_other_mimo_v2,

@@ -13,8 +13,8 @@ from ..attention import (
     deepseek_latent,
     deepseek_scales,
     deepseek_sizes,
-    exaone4_windows,
     one_window,
+    types_by_pattern,
     windows_by_type,
 )
 from ..fields import Fields, raw_rope, show
@@ -23,6 +23,7 @@ from ..moe import (
     StackedExperts,
     deepseek_experts,
     deepseek_v3_experts,
+    experts_with,
     olmoe_experts,
     refuse_small_groups,
     selected_of,
@@ -37,6 +38,7 @@ from ..rope import (
     one_rope,
     partial_rope,
     rope_of_sliding_layers,
+    rotating_layers,
 )
 
 LLAMA4: Mapping[str, Any] = {
@@ -68,26 +70,13 @@ def llama4_sizes(fields: Fields) -> dict[str, Any]:
     }
 
 
-def turning_layers(fields: Fields, layers: int) -> list[bool]:
-    """Return True for each layer with RoPE: those with a 1 in `no_rope_layers`, or without the list all but
-    every fourth.
-    """
-    turns = fields.raw.get("no_rope_layers")
-    if not turns:
-        interval = fields.integer("no_rope_layer_interval", 4)
-        return [(layer + 1) % interval != 0 for layer in range(layers)]
-    if not isinstance(turns, list) or len(turns) < layers or not all(turn in (0, 1) for turn in turns):
-        raise fields.error(f"no_rope_layers must have a 0 or a 1 for each of {layers} layers")
-    return [bool(turn) for turn in turns[:layers]]
-
-
 def llama4_windows(fields: Fields, layers: int) -> Windows:
     """Return chunks of `attention_chunk_size`, as negative windows, for the layers of `layer_types`, or for
     those with RoPE.
     """
     types = fields.raw.get("layer_types")
     if types is None:
-        types = [_CHUNKED if turns else _FULL for turns in turning_layers(fields, layers)]
+        types = [_CHUNKED if turns else _FULL for turns in rotating_layers(fields, layers)]
     if not isinstance(types, list) or len(types) != layers or not all(t in (_CHUNKED, _FULL) for t in types):
         raise fields.error(f"layer_types must name {_CHUNKED} or {_FULL} for each of {layers} layers")
     size = fields.integer("attention_chunk_size") if _CHUNKED in types else 0
@@ -108,7 +97,7 @@ def llama4_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> 
         if not 0.0 <= growth <= 65536.0:
             raise fields.error(f"attn_scale {growth} must be from 0 to 65536")
         still = replace(still, query_growth=growth, original_context=floor, growth_start=1)
-    return (rope, still), tuple(0 if turns else 1 for turns in turning_layers(fields, layers))
+    return (rope, still), tuple(0 if turns else 1 for turns in rotating_layers(fields, layers))
 
 
 def llama4_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
@@ -158,11 +147,6 @@ def phimoe_experts(fields: Fields, layers: int) -> ExpertsConfig:
     )
 
 
-def afmoe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    found = deepseek_v3_experts(fields, layers)
-    return found and replace(found, router="router.gate", correction="expert_bias")
-
-
 def afmoe_scales(fields: Fields) -> Scales:
     is_scaled = fields.flag("mup_enabled", default=False)
     return Scales(embedding=fields.integer("hidden_size") ** 0.5 if is_scaled else 1.0)
@@ -184,7 +168,7 @@ def mistral4_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -
     others = {key: value for key, value in raw.items() if key not in {_GROWTH, "partial_rotary_factor"}}
     # The part is that of a whole query. All dimensions of the rotated part are rotated.
     changed = {"rope_parameters": others, "rope_scaling": None, "partial_rotary_factor": None}
-    plain = Fields({**fields.raw, **changed}, fields.where)
+    plain = fields.replace(**changed)
     ropes, layer_ropes = deepseek_rope(plain, head_dim, positions, layers)
     if not growth:
         return ropes, layer_ropes
@@ -206,7 +190,7 @@ def refuse_clipping(fields: Fields) -> None:
 def minicpm3_sizes(fields: Fields) -> dict[str, Any]:
     usual = fields.integer("hidden_size") // fields.integer("num_attention_heads") or 1
     value = fields.integer("v_head_dim", usual)
-    return {"v_head_dim": value, **deepseek_sizes(Fields({**fields.raw, "v_head_dim": value}, fields.where))}
+    return {"v_head_dim": value, **deepseek_sizes(fields.replace(v_head_dim=value))}
 
 
 def minicpm3_scales(fields: Fields) -> Scales:
@@ -313,9 +297,10 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         qk_norm="heads",
         attention_gate="gate_proj",
         block="sandwich",
-        windows=exaone4_windows,
+        sizes=types_by_pattern,
+        windows=windows_by_type,
         ropes=rope_of_sliding_layers,
-        experts=afmoe_experts,
+        experts=experts_with(deepseek_v3_experts, router="router.gate", correction="expert_bias"),
         scales=afmoe_scales,
         aliases={
             "sliding_window_pattern": "global_attn_every_n_layers",

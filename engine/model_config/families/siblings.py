@@ -12,20 +12,23 @@ from ..attention import (
     deepseek_latent,
     deepseek_scales,
     deepseek_sizes,
-    exaone4_windows,
     granite_scales,
     hyperclova_scales,
+    types_by_pattern,
+    types_where,
     windows_by_type,
     windows_if_used,
     windows_of_later_layers,
 )
-from ..fields import Fields, raw_rope
+from ..fields import Fields
 from ..moe import (
     ExpertsConfig,
     StackedExperts,
     deepseek_v3_experts,
+    experts_with,
     granite_hybrid_experts,
     granite_moe_experts,
+    layers_after_dense,
     qwen3_moe_experts,
     selected_of,
 )
@@ -40,6 +43,7 @@ from ..rope import (
     parse_rope,
     rope_of_alpha,
     rope_of_sliding_layers,
+    rope_of_texts,
 )
 
 _LLAMA3_ROPE: Mapping[str, Any] = {
@@ -50,7 +54,10 @@ _LLAMA3_ROPE: Mapping[str, Any] = {
     "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
 }
-_GRANITE_SWA: Mapping[str, Any] = {"rms_norm_eps": 1e-5, "sliding_window": 128, "tie_word_embeddings": True}
+_MELLUM_ROPES: Mapping[str, Any] = {FULL: {"rope_theta": 5e5}, SLIDING: {"rope_theta": 1e4}}
+
+
+types_first_of_four = types_where(lambda layer, _layers: layer % 4 == 0)
 
 
 def refuse_shared_layers(fields: Fields) -> None:
@@ -65,37 +72,15 @@ def refuse_without_post_norms(fields: Fields) -> None:
 
 def mellum_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     """Read experts in the layers that `mlp_layer_types` calls sparse, by default in all."""
-    kinds = fields.raw.get("mlp_layer_types") or ["sparse"] * layers
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
-        raise fields.error(f"mlp_layer_types must name dense or sparse for each of {layers} layers")
-    dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
-    return qwen3_moe_experts(Fields({**fields.raw, "mlp_only_layers": dense}, fields.where), layers)
-
-
-def windows_by_type_or_none(fields: Fields, layers: int) -> Windows:
-    """Return windows by `layer_types`, without which no layer has one."""
-    return windows_by_type(fields, layers) if fields.raw.get("layer_types") else (None,) * layers
-
-
-def types_every_fourth(fields: Fields) -> dict[str, Any]:
-    """Return the type of each layer: by default the first of every four has full attention."""
-    if fields.raw.get("layer_types") is not None:
-        return {}
-    layers = fields.integer("num_hidden_layers")
-    return {"layer_types": [SLIDING if layer % 4 else FULL for layer in range(layers)]}
-
-
-def ministral_windows(fields: Fields, layers: int) -> Windows:
-    """Return windows by `layer_types`, or for all layers."""
-    if fields.raw.get("layer_types") is None:
-        fields = Fields({**fields.raw, "layer_types": [SLIDING] * layers}, fields.where)
-    return windows_by_type(fields, layers)
+    sparse = layers_after_dense(fields.replace(first_k_dense_replace=0, moe_layer_freq=1), layers)
+    dense = [layer for layer in range(layers) if not sparse[layer]]
+    return qwen3_moe_experts(fields.replace(mlp_only_layers=dense), layers)
 
 
 def dots1_windows(fields: Fields, layers: int) -> Windows:
     """Return windows by `layer_types`, or from `max_window_layers` on."""
     most = {"use_sliding_window": True, "max_window_layers": fields.number("max_window_layers", layers)}
-    return windows_of_later_layers(Fields({**fields.raw, **most}, fields.where), layers)
+    return windows_of_later_layers(fields.replace(**most), layers)
 
 
 def ropes_by_theta(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
@@ -109,20 +94,6 @@ def ropes_by_theta(fields: Fields, head_dim: int, positions: int, layers: int) -
     known = sorted(set(bases), reverse=True)
     ropes = [replace(base, theta=theta) if theta else RopeConfig(rotary_dim=0) for theta in known]
     return tuple(ropes), tuple(known.index(theta) for theta in bases)
-
-
-def rope_of_texts(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return the RoPE of a model whose dimensions have the time, the row or the column of an image as their
-    position: all three are the same for texts.
-    """
-    return one_rope(without_sections(fields), head_dim, positions, layers)
-
-
-def without_sections(fields: Fields) -> Fields:
-    rope = {key: value for key, value in raw_rope(fields).items() if not key.startswith("mrope")}
-    for key in ("rope_type", "type"):
-        rope |= {key: "default"} if rope.get(key) == "mrope" else {}
-    return Fields({**fields.raw, "rope_parameters": rope, "rope_scaling": None}, fields.where)
 
 
 def granite_shared_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
@@ -145,12 +116,7 @@ def granite_shared_sizes(fields: Fields) -> Mapping[str, Any]:
 
 
 def granite_swa_sizes(fields: Fields) -> Mapping[str, Any]:
-    return {**granite_shared_sizes(fields), **types_every_fourth(fields)}
-
-
-def qwen3_vl_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    found = qwen3_moe_experts(fields, layers)
-    return found and replace(found, stacked=StackedExperts(is_transposed=True))
+    return {**granite_shared_sizes(fields), **types_first_of_four(fields)}
 
 
 def hunyuan_moe_experts(fields: Fields, layers: int) -> ExpertsConfig:
@@ -173,16 +139,6 @@ def hunyuan_moe_experts(fields: Fields, layers: int) -> ExpertsConfig:
         router="gate.wg",
         shared="shared_mlp",
     )
-
-
-def exaone_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    found = deepseek_v3_experts(fields, layers)
-    return found and replace(found, correction="e_score_correction_bias")
-
-
-def hy3_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    found = deepseek_v3_experts(fields, layers)
-    return found and replace(found, router="router.gate", correction="expert_bias", shared="shared_mlp")
 
 
 _HUNYUAN = Architecture(
@@ -209,10 +165,10 @@ _SWA_EXPERTS = tuple(
 )
 _QWEN2_VL = Architecture(
     model_type="qwen2_vl_text",
-    defaults={"sliding_window": 4096, "rope_theta": 1e6},
+    defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 1e6},
     qkv_bias=True,
     windows=windows_of_later_layers,
-    ropes=rope_of_texts,
+    ropes=rope_of_texts(one_rope),
     is_nested=True,
 )
 _QWEN3_VL = Architecture(
@@ -221,7 +177,7 @@ _QWEN3_VL = Architecture(
     head_dim=128,
     attention_bias=True,
     qk_norm="heads",
-    ropes=rope_of_texts,
+    ropes=rope_of_texts(one_rope),
     is_nested=True,
 )
 
@@ -237,10 +193,15 @@ SIBLINGS: dict[str, Architecture] = {
     ),
     "CwmForCausalLM": Architecture(
         model_type="cwm",
-        defaults={"rms_norm_eps": 1e-5, "sliding_window": 8192, "rope_parameters": _LLAMA3_ROPE},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": 8192,
+            "rope_parameters": _LLAMA3_ROPE,
+        },
         head_dim=128,
         mlp_bias=True,
-        sizes=types_every_fourth,
+        sizes=types_first_of_four,
         windows=windows_by_type,
     ),
     "Dots1ForCausalLM": Architecture(
@@ -264,27 +225,28 @@ SIBLINGS: dict[str, Architecture] = {
             "routed_scaling_factor": 2.5,
         },
         qk_norm="heads",
-        windows=exaone4_windows,
+        sizes=types_by_pattern,
+        windows=windows_by_type,
         ropes=rope_of_sliding_layers,
-        experts=exaone_moe_experts,
+        experts=experts_with(deepseek_v3_experts, correction="e_score_correction_bias"),
         aliases={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
     ),
     "GraniteMoeSharedForCausalLM": _GRANITE_SHARED,
     "GraniteSWAForCausalLM": Architecture(
         model_type="granite_swa",
-        defaults=_GRANITE_SWA,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 128, "tie_word_embeddings": True},
         attention_bias=True,
         mlp_bias=True,
         has_sinks=True,
         scales=granite_scales,
-        sizes=types_every_fourth,
+        sizes=types_first_of_four,
         windows=windows_by_type,
         ropes=ropes_by_theta,
     ),
     "GraniteMoeSWAForCausalLM": replace(
         _GRANITE_SHARED,
         model_type="granitemoe_swa",
-        defaults=_GRANITE_SWA,
+        defaults={"sliding_window": 128},
         has_sinks=True,
         sizes=granite_swa_sizes,
         experts=granite_swa_experts,
@@ -317,7 +279,9 @@ SIBLINGS: dict[str, Architecture] = {
         head_dim=128,
         attention_bias=True,
         qk_norm="heads",
-        experts=hy3_experts,
+        experts=experts_with(
+            deepseek_v3_experts, router="router.gate", correction="expert_bias", shared="shared_mlp"
+        ),
         aliases={
             "n_routed_experts": "num_experts",
             "n_shared_experts": "num_shared_experts",
@@ -340,16 +304,20 @@ SIBLINGS: dict[str, Architecture] = {
     ),
     "MellumForCausalLM": Architecture(
         model_type="mellum",
-        defaults={"sliding_window": 1024, "norm_topk_prob": True},
+        defaults={"sliding_window": 1024, "norm_topk_prob": True, "rope_parameters": _MELLUM_ROPES},
         head_dim=128,
         attention_bias=True,
         qk_norm="heads",
-        windows=windows_by_type_or_none,
+        sizes=types_where(lambda _layer, _layers: True),
+        windows=windows_by_type,
         ropes=olmo3_ropes,
         experts=mellum_experts,
     ),
     "MinistralForCausalLM": Architecture(
-        model_type="ministral", defaults={"sliding_window": 4096}, windows=ministral_windows
+        model_type="ministral",
+        defaults={"sliding_window": 4096},
+        sizes=types_where(lambda _layer, _layers: False),
+        windows=windows_by_type,
     ),
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": replace(_QWEN2_VL, model_type="qwen2_5_vl_text"),
@@ -357,9 +325,16 @@ SIBLINGS: dict[str, Architecture] = {
     "Qwen3VLMoeForConditionalGeneration": replace(
         _QWEN3_VL,
         model_type="qwen3_vl_moe_text",
-        defaults={**_QWEN3_VL.defaults, "norm_topk_prob": True},
+        defaults={
+            **_QWEN3_VL.defaults,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": True,
+        },
+        aliases={"num_experts": "num_local_experts"},
         windows=windows_if_used,
-        experts=qwen3_vl_experts,
+        experts=experts_with(qwen3_moe_experts, stacked=StackedExperts(is_transposed=True)),
     ),
     "SolarOpenForCausalLM": Architecture(
         model_type="solar_open",

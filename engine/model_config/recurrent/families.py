@@ -55,7 +55,7 @@ def lfm3_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
     types = fields.raw["layer_types"]
     if isinstance(types, list):
         types = [FULL if kind == SLIDING else kind for kind in types]
-    fields = Fields({**fields.raw, "layer_types": types}, fields.where)
+    fields = fields.replace(layer_types=types)
     return lfm2_recurrence(fields, layers)
 
 
@@ -346,7 +346,7 @@ def nemotron_h_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
         return None
     if fields.flag("mlp_bias", default=False):
         raise fields.error("mlp_bias is not supported with experts")
-    fields = Fields({**fields.raw, "mlp_layer_types": ["dense"] * layers}, fields.where)
+    fields = fields.replace(mlp_layer_types=["dense"] * layers)
     found = deepseek_experts(
         fields, layers, scoring="sigmoid", group_best=2, correction="gate.e_score_correction_bias"
     )
