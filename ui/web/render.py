@@ -103,10 +103,10 @@ PanelRequest = Request[Any, Any, State]
 
 PAGES = (
     ("overview", "/admin", "Overview", "o"),
-    ("chat", "/admin/chat", "Chat", "c"),
     ("models", "/admin/models", "Models", "m"),
-    ("requests", "/admin/requests", "Requests", "r"),
+    ("chat", "/admin/chat", "Chat", "c"),
     ("playground", "/admin/playground", "Playground", "p"),
+    ("requests", "/admin/requests", "Requests", "r"),
     ("telemetry", "/admin/telemetry", "Telemetry", "t"),
     ("memory", "/admin/memory", "Memory", "e"),
     ("keys", "/admin/keys", "Keys", "k"),
