@@ -72,6 +72,8 @@ def count(number: Number | None) -> str:
 
 def money(amount: float) -> str:
     """Format an amount: cents, and more digits where it is less than one."""
+    if 0 < amount < 1e-4:
+        return "under 0.0001"
     return f"{amount:,.2f}" if amount >= 1 or not amount else f"{amount:.2g}"
 
 

@@ -1,5 +1,7 @@
 // Time series over the chosen range: from the admin API, and over ten minutes from the event stream's ticks too.
 
+import { isBack } from "./panel.js";
+
 const plots = document.getElementById("plots");
 const range = Number(plots.dataset.range);
 const isLive = range <= 600; // longer ranges are means of intervals: samples of a second would stand out as spikes
@@ -77,7 +79,7 @@ function drawLines(chart, lines) {
 
 function at(chart, unix) {
   if (unix == null) return "–";
-  if (!(chart.cursor.left >= 0)) return `${clock(unix)}, newest`;
+  if (!(chart.cursor.left >= 0)) return "newest";
   const near = marks.find((mark) => Math.abs(chart.valToPos(mark.time, "x") - chart.valToPos(unix, "x")) < 5);
   return near ? `${clock(unix)}, ${near.kind} of ${near.model}` : clock(unix);
 }
@@ -215,7 +217,7 @@ function follow() {
   stream.addEventListener("open", () => say("live", "live"));
   stream.addEventListener("error", () => {
     if (asOf.dataset.state !== "lost") say("lost", `no answer since ${new Date().toLocaleTimeString()}: trying again`);
-    if (stream.readyState === EventSource.CLOSED) setTimeout(resume, 2000);
+    if (stream.readyState === EventSource.CLOSED) setTimeout(() => isBack().then(resume), 2000);
   });
   for (const kind of ["ready", "evicted", "restarting", "failed"]) {
     stream.addEventListener(`model.${kind}`, () => setTimeout(load, 200));

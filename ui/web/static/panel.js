@@ -55,9 +55,14 @@ document.addEventListener("htmx:sseError", () => {
 
 // The extension waits up to a minute between two attempts: a daemon that is back is noticed sooner.
 async function lookAgain() {
+  if ((await isBack()) && watch && !document.hidden) renew();
+}
+
+// Whether the daemon answers. A page whose session ended with the daemon goes to the sign-in.
+export async function isBack() {
   const answer = await fetch(location.href, { redirect: "manual" }).catch(() => null);
-  if (answer?.type === "opaqueredirect") location.reload(); // to the sign-in
-  else if (answer?.ok && watch && !document.hidden) renew();
+  if (answer?.type === "opaqueredirect") location.reload();
+  return Boolean(answer?.ok);
 }
 
 const renew = () => window.htmx.ajax("GET", location.href, { target: "#live", select: "#live", swap: "outerHTML" });
