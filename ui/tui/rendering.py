@@ -32,6 +32,10 @@ class Glyphs:
     bar: str = "█"
     half: str = "▒"
     rest: str = "░"
+    fill: str = "▇"
+    """Cell of a meter: lower than a line, so that meters below each other stay apart."""
+    track: str = "▇"
+    """Empty cell of a meter, drawn in the tone of rules."""
     dot: str = "●"
     rule: str = "─"
     more: str = "…"
@@ -48,8 +52,10 @@ class Glyphs:
 
 
 UNICODE: Final = Glyphs()
+PLAIN: Final = Glyphs(fill="█", track="░")
+"""For text without colors."""
 ASCII: Final = Glyphs(
-    bar="#", half="+", rest=".", dot="*", rule="-", more="~", down="in ", up="out ",
+    bar="#", half="+", rest=".", fill="#", track=".", dot="*", rule="-", more="~", down="in ", up="out ",
     cursor=">", warning="!", degree="C", tick="|", side="|", corner="+", ascending="^",
     descending="v",
 )  # fmt: skip
@@ -98,11 +104,11 @@ def bar(parts: Sequence[tuple[float, str]], width: int, glyphs: Glyphs) -> Line:
     for index, (share, tone) in enumerate(parts):
         wanted = round(share * width)
         cells = min(left, max(1, wanted) if share > 0 else 0)
-        mark = glyphs.bar if glyphs.bar != "#" or index == 0 else "#+=%@"[index % 5]
+        mark = glyphs.fill if glyphs.fill != "#" or index == 0 else "#+=%@"[index % 5]
         if cells:
             spans.append((mark * cells, tone))
         left -= cells
-    spans.append((glyphs.rest * left, "rule"))
+    spans.append((glyphs.track * left, "track"))
     return tuple(spans)
 
 
@@ -206,8 +212,8 @@ NAMES: Final = (
 """Names for `--theme`. The colors of the ANSI themes are the terminal's own, and have no shades."""
 
 TONES: Final = (
-    "", "title", "strong", "muted", "rule", "good", "warn", "bad", "accent", "selected", "header",
-    "kv", "cached", "kvfree", "work", "others", "tab",
+    "", "title", "strong", "muted", "rule", "track", "good", "warn", "bad", "accent", "selected", "header",
+    "kv", "cached", "kvfree", "work", "others", "tab", "frame",
 )  # fmt: skip
 
 _made: dict[tuple[str, bool], dict[str, Style]] = {}
@@ -238,29 +244,31 @@ def _make(theme: Theme, *, stale: bool) -> dict[str, Style]:
 
     made = {
         "": on_ground(text),
-        "title": on_ground(text, bold=True),
+        "title": on_ground(primary, bold=True),
         "strong": on_ground(text, bold=True),
         "muted": on_ground(gray),
         "rule": on_ground(rule),
+        "track": on_ground(back.blend(text, 0.14)),
         "good": on_ground(color("success")),
         "warn": on_ground(color("warning")),
         "bad": on_ground(color("error"), bold=True),
         "accent": on_ground(primary),
-        "selected": on_ground(text, bold=True, ground=color("panel")),
-        "header": on_ground(gray, bold=True),
+        "selected": on_ground(text, bold=True, ground=back.blend(primary, 0.22)),
+        "header": on_ground(gray, bold=True, ground=color("surface")),
         "kv": on_ground(accent),
         "cached": on_ground(back.blend(accent, 0.5)),
         "kvfree": on_ground(back.blend(accent, 0.22)),
         "work": on_ground(color("secondary")),
         "others": on_ground(color("warning")),
         "tab": on_ground(back, bold=True, ground=primary),
+        "frame": on_ground(text, ground=color("surface")),
     }
     if not stale:
         return made
     return {
         name: style
         if name == "tab"
-        else on_ground(rule if name == "rule" else gray, ground=Color.from_rich_color(style.bgcolor))
+        else on_ground({"rule": rule, "track": rule}.get(name, gray), ground=Color.from_rich_color(style.bgcolor))
         for name, style in made.items()
     }
 

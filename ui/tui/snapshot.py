@@ -12,7 +12,7 @@ from llmbox.app.telemetry.snapshot import Tick
 
 from .data.api import Api
 from .messages import SPARKS, DashboardState, count_requests
-from .rendering import ASCII, UNICODE, Glyphs, Line, clean, count, fit, heading, percent, seconds
+from .rendering import ASCII, PLAIN, Glyphs, Line, clean, count, fit, heading, percent, seconds
 from .screens.overview import device_lines, event_lines, model_rows
 from .screens.requests import request_rows
 from .widgets.charts import chart_lines
@@ -71,7 +71,7 @@ def snapshot_json(state: DashboardState) -> str:
 
 def snapshot_lines(state: DashboardState, *, ascii_only: bool = False) -> list[str]:
     """Return the overview as lines of plain text, as wide as the terminal within `WIDTHS`."""
-    tick, glyphs = state.tick, ASCII if ascii_only else UNICODE
+    tick, glyphs = state.tick, ASCII if ascii_only else PLAIN
     assert tick is not None
     width = max(WIDTHS[0], min(WIDTHS[1], shutil.get_terminal_size((100, 40)).columns))
     totals = tick.totals

@@ -72,6 +72,8 @@ def count(number: Number | None) -> str:
 
 def money(amount: float) -> str:
     """Format an amount: cents, and more digits where it is less than one."""
+    if 0 < amount < 1e-4:
+        return "under 0.0001"
     return f"{amount:,.2f}" if amount >= 1 or not amount else f"{amount:.2g}"
 
 
@@ -103,10 +105,10 @@ PanelRequest = Request[Any, Any, State]
 
 PAGES = (
     ("overview", "/admin", "Overview", "o"),
-    ("chat", "/admin/chat", "Chat", "c"),
     ("models", "/admin/models", "Models", "m"),
-    ("requests", "/admin/requests", "Requests", "r"),
+    ("chat", "/admin/chat", "Chat", "c"),
     ("playground", "/admin/playground", "Playground", "p"),
+    ("requests", "/admin/requests", "Requests", "r"),
     ("telemetry", "/admin/telemetry", "Telemetry", "t"),
     ("memory", "/admin/memory", "Memory", "e"),
     ("keys", "/admin/keys", "Keys", "k"),

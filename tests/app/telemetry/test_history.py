@@ -46,6 +46,14 @@ async def test_each_resolution_holds_means(store):
     assert minute.series == {"cpu": [4.5, 4.5], "tokens_out": [100.0, 100.0]}
 
 
+async def test_the_last_ten_minutes_need_no_disk(store):
+    history = History(store)
+    store.close()
+    for second in range(650):
+        history.add(NOON + second, {"cpu": float(second // 10)})
+    assert list(history.trend) == [(NOON + 10 * i, {"cpu": float(i)}) for i in range(4, 64)]
+
+
 async def test_a_series_that_was_not_there_is_null(store):
     history = History(store)
     history.add(NOON, {"cpu": 0.5})

@@ -43,7 +43,7 @@ def test_bars_fill_their_width_and_show_what_is_small():
     for glyphs in (UNICODE, ASCII):
         for parts in ([], [(0.001, "kv")], [(0.5, "kv"), (0.7, "bad")], [(1.0, "kv"), (0.2, "bad")]):
             assert line_width(bar(parts, 10, glyphs)) == 10
-    assert bar([(0.001, "kv")], 10, UNICODE)[0] == ("█", "kv")
+    assert bar([(0.001, "kv")], 10, UNICODE)[0] == ("▇", "kv")
 
 
 def test_names_are_cut_in_the_middle():
@@ -123,7 +123,7 @@ def test_where_the_time_went():
     (_, legend) = time_bar(record(1, queue_s=1.0, ttft_s=3.0, e2e_s=10.0), 20, UNICODE)
     assert "".join(text for text, _ in legend) == "queue 1.0 s   prefill 2.0 s   decode 7.0 s"
     (queued, _) = time_bar(record(1, queue_s=None, ttft_s=None, e2e_s=4.0), 20, UNICODE)
-    assert queued[0] == ("█" * 20, "warn")
+    assert queued[0] == ("▇" * 20, "warn")
     assert time_bar({"age": 3.0}, 20, UNICODE) == []
 
 

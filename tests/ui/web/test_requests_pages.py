@@ -3,6 +3,7 @@
 import re
 import shlex
 import sqlite3
+from itertools import pairwise
 from types import SimpleNamespace
 
 import click
@@ -33,6 +34,10 @@ def test_a_replay_works_without_scripts(panel, signed_in):
     page = signed_in.get(f"/admin/requests/{answer['id']}").text
     assert "Where its time went" in page
     assert re.search(r'<rect class="engine" x="0.00" width="[0-9.]+" height="4"/>', page)
+    shares = re.findall(r'<rect class="[a-z]+" x="([0-9.]+)" width="([0-9.]+)" height="4"/></svg></td>', page)
+    assert len(shares) >= 3
+    for (begin, share), (after, _) in pairwise(shares):
+        assert float(begin) <= float(after) <= float(begin) + float(share) + 0.02, "each begins where one ends"
     token = re.search(r'name="csrf_token" value="([^"]+)"', page)
     assert token is not None
     path = f"/admin/requests/{answer['id']}/replay"

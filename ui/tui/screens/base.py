@@ -165,6 +165,8 @@ _TABS: Final = ((TITLES, " {number} {name} "), (_SHORT, " {number} {name} "), (_
 class TabBar(Lines):
     """First line of every screen. A click on a tab opens its screen."""
 
+    under = "frame"
+
     def fill(self, app: "Dashboard", title: str, width: int) -> None:
         line, self._tabs = bar_line(app, title, width)
         self.show([line])

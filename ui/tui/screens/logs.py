@@ -21,7 +21,7 @@ COLUMNS = (
     Column("MESSAGE", 0, least=28, sortable=False),
 )
 LEVELS = ("debug", "info", "warning", "error", "critical")
-TONES = {"warning": "warn", "error": "bad", "critical": "bad", "debug": "rule"}
+TONES = {"warning": "warn", "error": "bad", "critical": "bad", "debug": "muted"}
 
 
 class LogsScreen(DashboardScreen):

@@ -39,16 +39,19 @@ class LineWidget(Widget):
         return styles(self.app.current_theme, stale=stale)
 
     def strip_of(self, line: Line, width: int, *, under: str | None = None) -> Strip:
-        """Render a line. `under` is a tone whose background lies below all spans."""
+        """Render a line. `under` is a tone whose background lies below all spans but tabs."""
         tones = self.tones
         base = tones[under or ""]
-        ground = Style(bgcolor=base.bgcolor, bold=base.bold) if under else None
-        segments = [Segment(text, tones[tone] + ground if ground else tones[tone]) for text, tone in line]
+        ground = Style(bgcolor=base.bgcolor, bold=base.bold or None) if under else Style.null()
+        segments = [Segment(text, tones[tone] if tone == "tab" else tones[tone] + ground) for text, tone in line]
         return Strip(segments).adjust_cell_length(width, base).simplify()
 
 
 class Lines(LineWidget):
     """Lines of text, replaced by `show`; lines beyond the widget's height are not drawn."""
+
+    under: ClassVar[str | None] = None
+    """Tone whose background lies below the text."""
 
     def __init__(self, *, id: str | None = None, classes: str | None = None, of_now: bool = False) -> None:  # noqa: A002 - Textual's name
         super().__init__(id=id, classes=classes)
@@ -66,7 +69,7 @@ class Lines(LineWidget):
         width = self.size.width
         if y >= len(self._lines):
             return Strip.blank(width, self.tones[""])
-        return self.strip_of(self._lines[y], width)
+        return self.strip_of(self._lines[y], width, under=self.under)
 
     @property
     def plain(self) -> list[str]:
@@ -345,7 +348,7 @@ class FixedTable(ScrollView, LineWidget, can_focus=True):
             text = {0: "", 1: f"  {self.empty}"}.get(y, "")
             return self.strip_of(((fit(text, width, self.glyphs), "muted"),), width)
         if y == 0:
-            return self.strip_of(self._line(self._titles(), " "), width)
+            return self.strip_of(self._line(self._titles(), " "), width, under="header")
         index = self.scroll_offset.y + y - 1
         if index >= len(self.rows):
             return Strip.blank(width, self.tones[""])

@@ -7,7 +7,7 @@ question, and how to connect a client.
 import asyncio
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from llmbox.app.integrations.guides import GUIDES
 from llmbox.app.models.catalog import DiskModel, on_disk
 from llmbox.app.store.usage import ModelUsage
 from llmbox.app.telemetry.device_memory import KINDS, DeviceMemory, KVBlockMap, devices_of
+from llmbox.app.telemetry.history import TREND_S
 from llmbox.app.telemetry.snapshot import NA, GpuReading
 from llmbox.engine.errors import EngineError
 from llmbox.engine.hardware.machine import Machine, read_machine
@@ -100,6 +101,18 @@ GPU_PLOTS = (
 """(title, unit, series) of plots with one line for each GPU."""
 
 
+TRENDS: Final = {
+    "tokens_out": 1.0,
+    "ttft_p95": 0.001,
+    "tpot_p95": 0.001,
+    "open_requests": 1.0,
+    "error_rate": 0.1,
+    "kv_used": 1.0,
+}
+"""Series of the small charts, and the least value of their upper edges."""
+TREND_HEIGHT: Final = 28
+
+
 @get("/", name="panel_overview")
 async def overview_page(request: PanelRequest, range: FromQuery[str] = "86400") -> Response[str]:  # noqa: A002 - as in the URL
     panel = panel_of(request)
@@ -108,6 +121,7 @@ async def overview_page(request: PanelRequest, range: FromQuery[str] = "86400") 
         request,
         "overview/overview.html",
         "overview",
+        url=panel.control.running.url,
         plots=_with_targets(panel, (OUTCOMES, TOKENS, TTFT, TPOT, LOAD, CACHES)),
         ranges=RANGES,
         chosen=chosen,
@@ -134,7 +148,30 @@ async def usage_piece(request: PanelRequest, range: FromQuery[str] = "86400") ->
 async def _now(panel: PageContext) -> dict[str, Any]:
     tick = await panel.services.telemetry.newest()
     rates = {each.model: each for each in tick.error_rates}
-    return {"tick": tick, "models": describe_all(panel.control), "rates": rates}
+    points = panel.services.telemetry.history.trend
+    return {
+        "tick": tick,
+        "models": describe_all(panel.control),
+        "rates": rates,
+        "trends": {name: _trend(points, name, top, int(tick.time)) for name, top in TRENDS.items()},
+    }
+
+
+def _trend(points: Iterable[tuple[int, dict[str, float]]], name: str, top: float, now: int) -> str:
+    """Return a series as an SVG path: its last ten minutes, or since its first value if that is later.
+
+    Its ends lie below the picture. Empty if there are no two values. `top`: the least value of its upper edge.
+    """
+    found = [(at, values[name]) for at, values in points if at >= now - TREND_S and name in values]
+    if len(found) < 2:
+        return ""
+    begin, span = found[0][0], found[-1][0] - found[0][0]
+    high = max(top, *(value for _, value in found))
+    line = "".join(
+        f"L{TREND_S * (at - begin) // span} {TREND_HEIGHT * (1 - 0.9 * value / high):.1f}"
+        for at, value in found
+    )
+    return f"M0 {TREND_HEIGHT + 4}{line}V{TREND_HEIGHT + 4}"
 
 
 async def _usage(panel: PageContext, chosen: str) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 // Time series over the chosen range: from the admin API, and over ten minutes from the event stream's ticks too.
 
+import { isBack } from "./panel.js";
+
 const plots = document.getElementById("plots");
 const range = Number(plots.dataset.range);
 const isLive = range <= 600; // longer ranges are means of intervals: samples of a second would stand out as spikes
@@ -35,7 +37,17 @@ function clock(unix) {
   return range <= 86400 ? time : `${when.getMonth() + 1}/${when.getDate()} ${time}`;
 }
 
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const HEIGHT = 176;
+const probe = plots.appendChild(document.createElement("i")); // a canvas does not know light-dark(): a computed color is resolved
+probe.hidden = true;
+const colors = new Map();
+function css(name, alpha = 1) {
+  if (!colors.has(name)) {
+    probe.style.color = `var(${name})`;
+    colors.set(name, getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).join(" "));
+  }
+  return `rgb(${colors.get(name)} / ${alpha})`;
+}
 const MARKS = { load: "--chart-1", eviction: "--chart-2", refusal: "--chart-2", restart: "--fail", failure: "--fail" };
 const OUTCOMES = { answered: "--chart-1", refused: "--chart-2", caller: "--others", failed: "--fail" };
 
@@ -67,7 +79,7 @@ function drawLines(chart, lines) {
 
 function at(chart, unix) {
   if (unix == null) return "–";
-  if (!(chart.cursor.left >= 0)) return `${clock(unix)}, newest`;
+  if (!(chart.cursor.left >= 0)) return "newest";
   const near = marks.find((mark) => Math.abs(chart.valToPos(mark.time, "x") - chart.valToPos(unix, "x")) < 5);
   return near ? `${clock(unix)}, ${near.kind} of ${near.model}` : clock(unix);
 }
@@ -97,6 +109,7 @@ function seriesOf(stacked, wanted, labels, text) {
       label: labels[index],
       stroke: index < 2 ? css(`--chart-${index + 1}`) : `hsl(${(index * 67 + 200) % 360} 50% 55%)`,
       width: 1.5,
+      ...(index === 0 && wanted.length < 3 && { fill: css("--chart-1", 0.1) }),
       spanGaps: false,
       points: { show: true, size: 4, filter: alone },
       value: (_, value) => (value == null ? "–" : text(value)),
@@ -119,18 +132,18 @@ function draw(figure) {
   const wanted = figure.dataset.series.split(",");
   const lines = (figure.dataset.lines ?? "").split(";").filter(Boolean).map((each) => [Number(each.split("=")[0]), each.slice(each.indexOf("=") + 1)]);
   const text = write[figure.dataset.unit];
-  const axis = { stroke: css("--quiet"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
+  const axis = { stroke: css("--quiet"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: `11px ${getComputedStyle(plots).fontFamily}` };
   const canvas = figure.querySelector(".canvas");
   const top = (high) => Math.max((high ?? 0) * 1.1, ...lines.map(([value]) => (value < (high ?? 0) * 2 ? value * 1.05 : 0)));
   const chart = new window.uPlot(
     {
       width: canvas.clientWidth,
-      height: 180,
+      height: HEIGHT,
       cursor: { sync: { key: "telemetry" }, y: false },
-      legend: { live: true },
+      legend: { live: true, markers: { width: 0, fill: (drawn, index) => drawn.series[index].stroke?.(drawn, index) } },
       hooks: { drawAxes: [(drawn) => drawLines(drawn, lines)], setCursor: [(drawn) => drawn.cursor.left < 0 && rest(drawn)] },
       scales: { x: { range: () => [Date.now() / 1000 - range, Date.now() / 1000] }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), figure.dataset.unit === "share" ? 1 : figure.dataset.unit === "count" ? Math.max(1, top(high)) : top(high) || 1] } },
-      axes: [{ ...axis, space: 80, size: 30, values: (_, ticks) => ticks.map(clock) }, { ...axis, size: 64, values: (_, ticks) => ticks.map(text), ...(figure.dataset.unit === "count" && { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5] }) }],
+      axes: [{ ...axis, grid: { show: false }, space: 80, size: 24, gap: 4, values: (_, ticks) => ticks.map(clock) }, { ...axis, size: 60, gap: 8, space: 36, values: (_, ticks) => ticks.map(text), ...(figure.dataset.unit === "count" && { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5] }) }],
       series: [{ label: stacked ? "from" : "at", value: at }, ...seriesOf(stacked, wanted, figure.dataset.labels.split(","), text)],
     },
     columns({ stacked, wanted }),
@@ -202,7 +215,10 @@ function follow() {
   if (!isLive && !ownsState) return;
   stream = new EventSource("/admin/api/events");
   stream.addEventListener("open", () => say("live", "live"));
-  stream.addEventListener("error", () => say("lost", "connection lost, trying again"));
+  stream.addEventListener("error", () => {
+    if (asOf.dataset.state !== "lost") say("lost", `no answer since ${new Date().toLocaleTimeString()}: trying again`);
+    if (stream.readyState === EventSource.CLOSED) setTimeout(() => isBack().then(resume), 2000);
+  });
   for (const kind of ["ready", "evicted", "restarting", "failed"]) {
     stream.addEventListener(`model.${kind}`, () => setTimeout(load, 200));
   }
@@ -210,11 +226,12 @@ function follow() {
 }
 
 async function resume() {
-  await load();
+  await load().catch(() => {}); // the stream tells that nothing answers
   follow();
 }
 
 function rebuild() {
+  colors.clear();
   for (const { chart } of charts.splice(0)) chart.destroy();
   figures.forEach(draw);
   refresh();
@@ -226,9 +243,9 @@ document.addEventListener("visibilitychange", () => {
 });
 addEventListener("pagehide", () => stream?.close());
 addEventListener("resize", () => {
-  for (const { chart, canvas } of charts) chart.setSize({ width: canvas.clientWidth, height: 180 });
+  for (const { chart, canvas } of charts) chart.setSize({ width: canvas.clientWidth, height: HEIGHT });
 });
-setInterval(() => !document.hidden && (!isLive || bars) && load(), isLive ? 15_000 : 60_000);
+setInterval(() => !document.hidden && (!isLive || bars) && load().catch(() => {}), isLive ? 15_000 : 60_000);
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", rebuild);
 document.addEventListener("llmbox:theme", rebuild);

@@ -41,8 +41,36 @@ document.addEventListener("selectionchange", () => {
   if (!pressed && held.size) release();
 });
 
-document.addEventListener("htmx:sseOpen", () => say("live", "live"));
-document.addEventListener("htmx:sseError", () => say("lost", "connection lost, trying again"));
+let watch = 0;
+document.addEventListener("htmx:sseOpen", () => {
+  clearInterval(watch);
+  watch = 0;
+  say("live", "live");
+});
+document.addEventListener("htmx:sseError", () => {
+  if (watch) return;
+  say("lost", `no answer since ${new Date().toLocaleTimeString()}: trying again`);
+  watch = setInterval(lookAgain, 2000);
+});
+
+// The extension waits up to a minute between two attempts: a daemon that is back is noticed sooner.
+async function lookAgain() {
+  if ((await isBack()) && watch && !document.hidden) renew();
+}
+
+// Whether the daemon answers. A page whose session ended with the daemon goes to the sign-in.
+export async function isBack() {
+  const answer = await fetch(location.href, { redirect: "manual" }).catch(() => null);
+  if (answer?.type === "opaqueredirect") location.reload();
+  return Boolean(answer?.ok);
+}
+
+const renew = () => window.htmx.ajax("GET", location.href, { target: "#live", select: "#live", swap: "outerHTML" });
+
+document.addEventListener("htmx:sendError", () => {
+  const told = Object.assign(document.createElement("p"), { className: "failure", textContent: "The daemon does not answer. Start it with llmbox up, then try again." });
+  document.getElementById("said").replaceChildren(told);
+});
 
 // A hidden tab costs nothing: its stream is closed. Back in view, the live part is fetched anew.
 document.addEventListener("visibilitychange", () => {
@@ -52,8 +80,14 @@ document.addEventListener("visibilitychange", () => {
     window.htmx.trigger(live, "htmx:beforeCleanupElement");
     say("paused", "paused");
   } else {
-    window.htmx.ajax("GET", location.href, { target: "#live", select: "#live", swap: "outerHTML" });
+    renew();
   }
+});
+
+// A name that is cut off is told in full to whoever points at it.
+document.addEventListener("mouseover", (event) => {
+  const cell = event.target.closest?.(".scroll :is(td, th), a.id, .stats :is(strong, small)");
+  if (cell && cell.scrollWidth > cell.clientWidth) cell.title = cell.textContent.trim();
 });
 
 document.addEventListener("click", async (event) => {

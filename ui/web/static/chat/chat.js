@@ -413,7 +413,9 @@ if (page) {
   find("compose").addEventListener("submit", (event) => (event.preventDefault(), send()));
   find("prompt").addEventListener("keydown", (event) => isSend(event) && (event.preventDefault(), send()));
   find("stop").addEventListener("click", () => stopper?.abort());
-  document.addEventListener("keydown", (event) => event.key === "Escape" && stopper?.abort());
+  const close = (event) => document.querySelectorAll(".menu[open]").forEach((menu) => event.composedPath().includes(menu) && event.key !== "Escape" || (menu.open = false));
+  document.addEventListener("click", close);
+  document.addEventListener("keydown", (event) => event.key === "Escape" && (stopper?.abort(), close(event)));
   find("new").addEventListener("click", startNew);
   find("prompt").addEventListener("paste", (event) => {
     const files = [...event.clipboardData.files];
