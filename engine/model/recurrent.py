@@ -8,8 +8,9 @@ heads of this rank, B numbers of a value.
 import torch
 from torch import Tensor
 
+from llmbox.kernels.op_types import BatchLayout
 from llmbox.kernels.ops import Ops, PackedLinear
-from llmbox.kernels.recurrent import ScanShape, ScanWeights
+from llmbox.kernels.recurrent import RecurrentState, ScanShape, ScanWeights
 
 from ..checkpoint.safetensors import ShardSlice
 from ..model_config.config import ModelConfig
@@ -47,6 +48,20 @@ class RecurrentLayer:
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
         raise NotImplementedError
 
+    def _place(self, forward: ForwardContext) -> tuple[RecurrentState, int, BatchLayout]:
+        """Return the state, the layer's index in it, and the layout of the step's rows."""
+        assert forward.states is not None
+        assert forward.layout is not None
+        return forward.states, self.layer, forward.layout
+
+    def _read_conv(self, weights: Weights, name: str, *channels: ShardSlice) -> tuple[Tensor, Tensor | None]:
+        """Read this rank's channels of the convolution: weights [K, C], and the bias [C] if it has one."""
+        recurrent, bias_C = self.config, None
+        weight_C1K = weights.floats(f"{name}.weight", recurrent.channels, 1, recurrent.conv_width)
+        if recurrent.conv_bias:
+            bias_C = _cut(weights.floats(f"{name}.bias", recurrent.channels), *channels)
+        return _cut(weight_C1K[:, 0], *channels).t().contiguous(), bias_C
+
 
 class ShortConv(RecurrentLayer):
     """Gated short convolution: output(c conv(b x)), with b, c and x of one linear."""
@@ -55,22 +70,15 @@ class ShortConv(RecurrentLayer):
         super().__init__(config, layer, weights, ops)
         recurrent, hidden = self.config, ShardSlice.whole(config.hidden_size)
         channels = self.rank.part(recurrent.channels)
-        mine = slice(channels.start, channels.stop)
         names = ("in_proj_b", "in_proj_c", "in_proj_x")
         weights.split("in_proj", dict.fromkeys(names, recurrent.channels))
         self.input = weights.linear(dict.fromkeys(names, channels), hidden, bias=recurrent.bias)
-        weight_C1K = weights.floats("conv.weight", recurrent.channels, 1, recurrent.conv_width)
-        self.weight_KC = weight_C1K[mine, 0].t().contiguous()
-        self.bias_C = weights.floats("conv.bias", recurrent.channels)[mine] if recurrent.conv_bias else None
+        self.weight_KC, self.bias_C = self._read_conv(weights, "conv", channels)
         self.output = weights.linear({"out_proj": hidden}, channels, bias=recurrent.out_bias)
 
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
-        assert forward.states is not None
-        assert forward.layout is not None
-        bcx = self.ops.linear(self.input, x_TE)
-        out_TC = self.recurrent.short_conv(
-            bcx, self.weight_KC, self.bias_C, True, forward.states, self.layer, forward.layout
-        )
+        bcx, at = self.ops.linear(self.input, x_TE), self._place(forward)
+        out_TC = self.recurrent.short_conv(bcx, self.weight_KC, self.bias_C, True, *at)
         return self.rank.row_parallel_linear(self.ops, self.output, out_TC, x_TE.shape[1])
 
 
@@ -121,10 +129,7 @@ class GatedDeltaNet(RecurrentLayer):
         )
 
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
-        assert forward.states is not None
-        assert forward.layout is not None
-        ops, recurrent, shape = self.ops, self.recurrent, self.shape
-        at = forward.states, self.layer, forward.layout
+        ops, recurrent, shape, at = self.ops, self.recurrent, self.shape, self._place(forward)
         qkvz, gates = ops.linear(self.input, x_TE), ops.linear(self.gates, x_TE)
         qkv_TC = recurrent.short_conv(qkvz[:, : shape.width], self.weight_KC, None, False, *at)
         out_THB = recurrent.scan(qkv_TC, gates, self.weights, shape, *at)
@@ -153,11 +158,7 @@ class Mamba1(RecurrentLayer):
         weights.split("in_proj", dict.fromkeys(("in_proj_x", "in_proj_z"), recurrent.values))
         self.input = weights.linear({"in_proj_x": channels}, hidden, bias=recurrent.bias)
         self.gate = weights.linear({"in_proj_z": channels}, hidden, bias=recurrent.bias)
-        weight_C1K = weights.floats("conv1d.weight", recurrent.channels, 1, recurrent.conv_width)
-        self.weight_KC = _cut(weight_C1K[:, 0], channels).t().contiguous()
-        self.bias_C = None
-        if recurrent.conv_bias:
-            self.bias_C = _cut(weights.floats("conv1d.bias", recurrent.channels), channels)
+        self.weight_KC, self.bias_C = self._read_conv(weights, "conv1d", channels)
         self.step_rank, keys = recurrent.step_rank, recurrent.key_dim
         narrow = ShardSlice.whole(self.step_rank + 2 * keys)
         self.narrow = weights.linear({"x_proj": narrow}, channels, bias=False)
@@ -184,10 +185,7 @@ class Mamba1(RecurrentLayer):
         return (None, None) if self.config.step_norm is None else (dt.unsqueeze(0), torch.stack((b, c)))
 
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
-        assert forward.states is not None
-        assert forward.layout is not None
-        ops, recurrent, rank = self.ops, self.recurrent, self.step_rank
-        at = forward.states, self.layer, forward.layout
+        ops, recurrent, rank, at = self.ops, self.recurrent, self.step_rank, self._place(forward)
         x_TC = ops.linear(self.input, x_TE)
         x_TC = recurrent.short_conv(x_TC, self.weight_KC, self.bias_C, False, *at)
         width = rank + 2 * self.shape.key_dim
@@ -224,11 +222,7 @@ class Mamba2(RecurrentLayer):
         parts["in_proj_dt"] = heads
         weights.split("in_proj", {name: rows.total for name, rows in parts.items()})
         self.input = weights.linear(parts, hidden, bias=recurrent.bias)
-        weight_C1K = weights.floats("conv1d.weight", recurrent.channels, 1, recurrent.conv_width)
-        self.weight_KC = _cut(weight_C1K[:, 0], values, keys, keys).t().contiguous()
-        self.bias_C = None
-        if recurrent.conv_bias:
-            self.bias_C = _cut(weights.floats("conv1d.bias", recurrent.channels), values, keys, keys)
+        self.weight_KC, self.bias_C = self._read_conv(weights, "conv1d", values, keys, keys)
         rate_H, bias_H, skip_H = (
             _cut(weights.floats(name, recurrent.heads), heads) for name in ("A_log", "dt_bias", "D")
         )
@@ -246,10 +240,7 @@ class Mamba2(RecurrentLayer):
         self.output = weights.linear({"out_proj": hidden}, values, bias=recurrent.out_bias)
 
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
-        assert forward.states is not None
-        assert forward.layout is not None
-        ops, recurrent, shape = self.ops, self.recurrent, self.shape
-        at = forward.states, self.layer, forward.layout
+        ops, recurrent, shape, at = self.ops, self.recurrent, self.shape, self._place(forward)
         rows, values = ops.linear(self.input, x_TE), shape.heads * shape.value_dim
         if self.scales_N is not None:
             rows = recurrent.mul_add(rows, self.scales_N, None)
@@ -297,10 +288,8 @@ class KimiDeltaAttention(RecurrentLayer):
         self.output = weights.linear({"o_proj": hidden}, rows, bias=False)
 
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
-        assert forward.states is not None
-        assert forward.layout is not None
-        ops, recurrent, shape = self.ops, self.recurrent, self.shape
-        at, dim = (forward.states, self.layer, forward.layout), shape.key_dim
+        ops, recurrent, shape, at = self.ops, self.recurrent, self.shape, self._place(forward)
+        dim = shape.key_dim
         qkv_TC = recurrent.short_conv(ops.linear(self.input, x_TE), self.weight_KC, None, False, *at)
         decay_in = gate_in = x_TE
         if self.inner is not None:

@@ -98,9 +98,7 @@ def layer_types(fields: Fields, layers: int) -> list[str]:
     types = fields.raw.get("layer_types")
     if types is None:
         return [FULL if (layer + 1) % 4 == 0 else SLIDING for layer in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or not all(t in (FULL, SLIDING) for t in types):
-        raise fields.error(f"layer_types must name {FULL} or {SLIDING} for each of {layers} layers")
-    return types
+    return fields.layer_types(types, layers, FULL, SLIDING)
 
 
 def window_of(fields: Fields) -> int | None:

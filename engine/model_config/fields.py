@@ -107,6 +107,24 @@ class Fields:
             raise self.error(f"{key} must be an object, not {show(value)}")
         return value
 
+    def layer_numbers(self, key: str, value: Any, layers: int) -> list[int]:
+        """Return the value of a key that lists layers, from 0 to `layers` - 1. Raises ModelError."""
+        if not isinstance(value, list) or not all(type(each) is int and 0 <= each < layers for each in value):
+            raise self.error(f"{key} must be a list of layers below {layers}")
+        return value
+
+    def layer_types(self, value: Any, layers: int, *names: str) -> list[str]:
+        """Return the value of `layer_types`, which has one of two names for each layer. Raises ModelError."""
+        if not isinstance(value, list) or len(value) != layers or not all(each in names for each in value):
+            raise self.error(f"layer_types must name {' or '.join(names)} for each of {layers} layers")
+        return value
+
+    def refuse_others(self, usual: Mapping[str, Any], of_what: str) -> None:
+        """Raise ModelError for a key that has another value than the usual one. `of_what`: the model."""
+        for key, value in usual.items():
+            if self.raw.get(key) not in (None, value):
+                raise self.error(f"{key} {show(self.raw[key])} is not supported {of_what}, only {value}")
+
     def _value(self, key: str, default: Any) -> Any:
         value = self.raw.get(key)
         value = default if value is None else value

@@ -371,9 +371,7 @@ def selected_of(fields: Fields, key: str, selected: str = "num_experts_per_tok")
 def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     """Return True for each layer with experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
     step = fields.integer("decoder_sparse_step", 1)
-    dense: Any = fields.raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < layers for layer in dense):
-        raise fields.error(f"mlp_only_layers must be a list of layers below {layers}")
+    dense = fields.layer_numbers("mlp_only_layers", fields.raw.get("mlp_only_layers") or [], layers)
     return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
 
 

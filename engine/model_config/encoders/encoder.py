@@ -223,9 +223,7 @@ def _refuse_other_nomic(fields: Fields) -> None:
         "rotary_emb_fraction": 1.0, "rotary_scaling_factor": None, "num_shared_experts": 0,
         "expert_choice_router": False, "moe_normalize_expert_weights": False,
     }  # fmt: skip
-    for key, value in usual.items():
-        if fields.raw.get(key) not in (None, value):
-            raise fields.error(f"{key} {show(fields.raw[key])} is not supported in a NomicBert, only {value}")
+    fields.refuse_others(usual, "in a NomicBert")
 
 
 def gte_encoder(fields: Fields) -> EncoderConfig:

@@ -1,7 +1,7 @@
 """Encoders whose repositories bring Python code of their own, which is not run: GTE, jina v2 and v3."""
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from ..architecture import Architecture, EncoderConfig
 from ..fields import Fields, raw_rope, show
@@ -37,18 +37,11 @@ _MOST_TASKS: Final = 64
 _LONGEST: Final = 1000
 
 
-def refuse_others(fields: Fields, usual: dict[str, Any]) -> None:
-    """Raise ModelError for values that the repository's code computes otherwise."""
-    for key, value in usual.items():
-        if fields.raw.get(key) not in (None, value):
-            raise fields.error(
-                f"{key} {show(fields.raw[key])} is not supported of this encoder, only {value}"
-            )
-
-
 def _refuse_other_gte(fields: Fields) -> None:
     usual = {"position_embedding_type": "rope", "layer_norm_type": "layer_norm", "pack_qkv": True}
-    refuse_others(fields, {**usual, "logn_attention_scale": False, "logn_attention_clip1": False})
+    fields.refuse_others(
+        {**usual, "logn_attention_scale": False, "logn_attention_clip1": False}, "of this encoder"
+    )
 
 
 def ntk_rope(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
@@ -126,7 +119,7 @@ def _tasks(fields: Fields) -> tuple[tuple[str, str], ...]:
 
 
 def _refuse_other_jina_v3(fields: Fields) -> None:
-    refuse_others(fields, {"emb_pooler": None})
+    fields.refuse_others({"emb_pooler": None}, "of this encoder")
     if fields.text("position_embedding_type", "absolute") != "rotary":
         raise fields.error("position_embedding_type is not supported of this encoder, only 'rotary'")
 

@@ -17,7 +17,7 @@ from ..attention import (
     types_by_pattern,
     windows_by_type,
 )
-from ..fields import Fields, raw_rope, show
+from ..fields import Fields, raw_rope
 from ..moe import (
     ExpertsConfig,
     StackedExperts,
@@ -77,8 +77,7 @@ def llama4_windows(fields: Fields, layers: int) -> Windows:
     types = fields.raw.get("layer_types")
     if types is None:
         types = [_CHUNKED if turns else _FULL for turns in rotating_layers(fields, layers)]
-    if not isinstance(types, list) or len(types) != layers or not all(t in (_CHUNKED, _FULL) for t in types):
-        raise fields.error(f"layer_types must name {_CHUNKED} or {_FULL} for each of {layers} layers")
+    types = fields.layer_types(types, layers, _CHUNKED, _FULL)
     size = fields.integer("attention_chunk_size") if _CHUNKED in types else 0
     return tuple(-size if name == _CHUNKED else None for name in types)
 
@@ -107,9 +106,7 @@ def llama4_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     if sparse is None:
         step = fields.integer("interleave_moe_layer_step", 1)
         sparse = list(range(step - 1, layers, step))
-    if not isinstance(sparse, list) or not all(type(i) is int and 0 <= i < layers for i in sparse):
-        raise fields.error(f"moe_layers must be a list of layers below {layers}")
-    if not sparse:
+    if not (sparse := fields.layer_numbers("moe_layers", sparse, layers)):
         return None
     inner = fields.integer("expert_intermediate_size")
     return ExpertsConfig(
@@ -212,9 +209,7 @@ def refuse_other_ling(fields: Fields) -> None:
 
 def refuse_other_afmoe(fields: Fields) -> None:
     usual = {"attention_bias": False, "score_func": "sigmoid", "route_norm": True}
-    for key, value in usual.items():
-        if fields.raw.get(key) not in (None, value):
-            raise fields.error(f"{key} {show(fields.raw[key])} is not supported of an AFMoE, only {value}")
+    fields.refuse_others(usual, "of an AFMoE")
 
 
 _LLAMA4 = Architecture(

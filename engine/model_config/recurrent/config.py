@@ -287,9 +287,7 @@ def recurrent_layers(fields: Fields, types: Any, layers: int, name: str) -> tupl
     """Return True for each layer called `name` in `types`. Raises ModelError, also for a model without
     attention.
     """
-    if not isinstance(types, list) or len(types) != layers or not all(t in (FULL, name) for t in types):
-        raise fields.error(f"layer_types must name {FULL} or {name} for each of {layers} layers")
-    if FULL not in types:
+    if FULL not in fields.layer_types(types, layers, FULL, name):
         raise fields.error(NO_ATTENTION)
     return tuple(kind == name for kind in types)
 

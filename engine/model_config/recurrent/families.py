@@ -34,8 +34,7 @@ def lfm2_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
     if types is None:
         full = fields.raw.get("full_attn_idxs")
         full = list(range(layers)) if full is None else full
-        if not isinstance(full, list) or not all(type(i) is int and 0 <= i < layers for i in full):
-            raise fields.error(f"full_attn_idxs must be a list of layers below {layers}")
+        full = fields.layer_numbers("full_attn_idxs", full, layers)
         types = [FULL if layer in full else "conv" for layer in range(layers)]
     found = RecurrentConfig(
         kind="short_conv",
@@ -183,9 +182,8 @@ def granite_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
 
 def bamba_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
     """Return the Mamba-2 layers, which are all but `attn_layer_indices`."""
-    full = fields.raw.get("attn_layer_indices") or []
-    if not isinstance(full, list) or not all(type(i) is int and 0 <= i < layers for i in full):
-        raise fields.error(f"attn_layer_indices must be a list of layers below {layers}")
+    key = "attn_layer_indices"
+    full = fields.layer_numbers(key, fields.raw.get(key) or [], layers)
     if not full:
         raise fields.error(f"attn_layer_indices names no layer: {NO_ATTENTION}")
     recurrent = tuple(layer not in full for layer in range(layers))
