@@ -254,7 +254,7 @@ class _RequestScope:
         elif self._held is not None:
             held, self._held = self._held, None
             if not message.get("more_body", False):
-                whole, body = held, message
+                whole, body = held, dict[str, Any](message)
                 held, message = await off_loop(len(body.get("body", b"")), lambda: pack(whole, body))
             await self._send(held)
         if message["type"] == "http.response.body" and self._head:
