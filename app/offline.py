@@ -7,7 +7,7 @@
             print(output.outputs[0].text)
 
 Requests pass through the same routes as those of the API, in process, so that they have the same options,
-defaults, checks and tokens. The engine is a process of its own, as it is under the daemon.
+defaults, checks and tokens. The engine is a separate process, as under the daemon.
 """
 
 import asyncio

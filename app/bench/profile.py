@@ -120,7 +120,7 @@ class LevelProfile:
 
 
 _SHOWN: Final = 0.002
-"""Smallest share of the time that has a row of its own."""
+"""Smallest share of the time that gets a row."""
 
 
 class ProfileSession:

@@ -93,7 +93,7 @@ class Paths:
 
     @property
     def recommended_file(self) -> Path:
-        """Facts of the recommended models, as the hub told them."""
+        """Facts of the recommended models, from the hub."""
         return self.cache_dir / "recommended.json"
 
     @property
@@ -181,7 +181,7 @@ def find_paths(data_dir: Path | None = None, config: Path | None = None) -> Path
         root = expand_home(data_dir).absolute()
         paths = Paths(root / "config.toml", SYSTEM_CONFIG, root, root / "state", root / "cache", root / "run")
     else:
-        expand_home(Path("~"))  # platformdirs would raise an error of its own
+        expand_home(Path("~"))  # platformdirs would raise another error
         paths = _platform_paths()
     if config is None:
         return paths

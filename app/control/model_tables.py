@@ -108,7 +108,7 @@ class FailedLoads:
         raise replace(failed.error, message=message, headers=headers)
 
     def add(self, config: EngineConfig, error: ApiError) -> None:
-        """Count a failed load. Errors with a `Retry-After` of their own start no wait."""
+        """Count a failed load. Errors that carry a `Retry-After` start no wait."""
         if "Retry-After" in error.headers or error.code == "model_unloaded":
             return
         before = self._by_name.get(config.name)

@@ -17,7 +17,7 @@ MOST_BLOCKS: Final = 256
 def block_hashes(request: AddRequest, block_size: int, most: int = MOST_BLOCKS) -> list[bytes]:
     """Hash the first full blocks of a prompt, at most `most`, as the engine's prefix cache does.
 
-    An adapter starts a chain of its own. Images are not hashed: prompts that differ in them alone go to the
+    Each adapter has a separate chain. Images are not hashed: prompts that differ in them alone go to the
     same replica, which is not an error.
     """
     parent = sha256((request.cache_namespace + request.adapter).encode()).digest()

@@ -60,7 +60,7 @@ class Generation:
     call_mark: CallMark | None = None
     """Mark between the calls of an answer that ends where it repeats them for ever."""
     starts_new_text: bool = True
-    """The answer starts a text of its own; otherwise it continues the prompt."""
+    """True if the answer starts a new text; otherwise it continues the prompt."""
     skip_special: bool = True
     priority: int = 0
     """Scheduling priority. Lower is served first; below 0 is premium."""

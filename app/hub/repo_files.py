@@ -174,7 +174,7 @@ class Hub:
         return choose_files(listing, self.read_json(listing, INDEX, INDEX_LIMIT))
 
     def _api(self) -> "HfApi":
-        # It logs its retries in words of its own; `asking` reports their result.
+        # It logs its retries itself; `asking` reports their result.
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         headers = {"user-agent": USER_AGENT}  # the default user agent names the Python of this box
         api: HfApi = import_client().HfApi(

@@ -218,7 +218,7 @@ def _refused(why: str) -> CliError:
 
 
 def _check(ref: ModelRef, folder: Path) -> None:
-    """Check an adapter against its base in a process of its own, as this one imports no torch."""
+    """Check an adapter against its base in a separate process, as this one imports no torch."""
     command = [sys.executable, "-P", "-m", MERGE_JOB, str(ref.path), str(folder)]
     try:
         done = subprocess.run(  # noqa: S603 - our own program

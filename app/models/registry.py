@@ -46,7 +46,7 @@ class RecommendedModel:
     config: dict[str, Any]
     """Fields of config.json that decide shape and memory."""
     files: int = 0
-    """Bytes of the files to download, where they are quantized or the hub told them; 0: two a parameter."""
+    """Bytes of the files to download, where they are quantized or the hub gives them; 0: two a parameter."""
     unused: int = 0
     """Parameters in the files that are neither the language model nor its vision tower: layers that draft,
     audio towers.
@@ -73,7 +73,7 @@ def recommended() -> tuple[RecommendedModel, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFacts:
-    """Facts of a recommended repository, as the hub told them."""
+    """Facts of a recommended repository, from the hub."""
 
     license: str
     gated: bool

@@ -1,4 +1,4 @@
-"""Grammar worker: checks grammars in a process of its own, `python -P -m llmbox.app.sandbox.grammar_worker`.
+"""Grammar worker: checks grammars in a separate process, `python -P -m llmbox.app.sandbox.grammar_worker`.
 
 Compiling a hostile one may take long or much memory, so the process lives under limits and the daemon may
 kill it at any moment (`worker.py`). What compiles here in time does so in the engine.

@@ -256,5 +256,5 @@ def _crops(image: Image.Image, rows: int, columns: int) -> list[Image.Image]:
 
 
 if __name__ == "__main__":
-    Image.MAX_IMAGE_PIXELS = None  # `decode` has a limit of its own
+    Image.MAX_IMAGE_PIXELS = None  # `decode` checks its own limit
     run_worker("image worker", lambda: answer, MEMORY_BYTES, cpu_seconds=CPU_SECONDS)

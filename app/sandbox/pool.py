@@ -203,7 +203,7 @@ PDF_SECONDS = 30.0
 
 
 async def read_pdf(data: bytes) -> dict[str, Any]:
-    """Read the text of a PDF in a worker of its own. Returns `pages`, `read_pages` and `text`, or `error`."""
+    """Read the text of a PDF in a separate worker. Returns `pages`, `read_pages` and `text`, or `error`."""
     try:
         worker = await _spawn("pdf_worker")
     except OSError:

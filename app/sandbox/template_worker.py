@@ -1,4 +1,4 @@
-"""Template worker: renders chat templates in a process of its own, `python -P -m
+"""Template worker: renders chat templates in a separate process, `python -P -m
 llmbox.app.sandbox.template_worker`.
 
 Jinja's sandbox keeps a template from Python's insides, but not from `'a' * 10**9` or an endless loop, so the

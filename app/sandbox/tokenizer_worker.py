@@ -1,4 +1,4 @@
-"""Tokenizer worker in a process of its own: `python -P -m llmbox.app.sandbox.tokenizer_worker FILE SECONDS
+"""Tokenizer worker in a separate process: `python -P -m llmbox.app.sandbox.tokenizer_worker FILE SECONDS
 MEMORY`.
 
 The steps of a tokenizer.json may double a text again and again or never end, so the process lives under

@@ -67,7 +67,7 @@ class KeyStore:
     def authenticate(self, secret: str) -> ApiKey | None:
         """Find the key of this secret, unless it has expired.
 
-        The look-up by hash tells nothing by its time: nobody can choose a secret by the bytes of its SHA-256.
+        The time of a look-up by hash reveals nothing: nobody can choose a secret by the bytes of its SHA-256.
         """
         return self.by_digest(digest_of(secret))
 

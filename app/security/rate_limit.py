@@ -86,7 +86,7 @@ class KeyLimiter:
     ) -> "TokenReservation":
         """Reserve tokens for a prompt and the longest answer to it. Raises ApiError 429.
 
-        `choices`: number of choices without a limit of their own; they get an estimate within `output`.
+        `choices`: number of choices without a limit; they get an estimate within `output`.
         `price`: price of the model's tokens, for the key's budgets.
         """
         reserved = self._reserve_in_bucket(prompt, output, choices)

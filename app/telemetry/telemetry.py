@@ -1,7 +1,7 @@
 """Telemetry of the daemon: one poller reads everything, publishes a `tick` and keeps the history.
 
 It polls once a second while somebody subscribes to events or a request is open. Otherwise it sleeps for
-`IDLE_S`, so that an idle box stays idle. Reads that may hang run in threads of their own (`TimedReader`): a
+`IDLE_S`, so that an idle box stays idle. Reads that may hang run in separate threads (`TimedReader`): a
 hung NVML loses its readings but never blocks the loop.
 """
 
@@ -57,7 +57,7 @@ class TimedOut:
 
 
 class TimedReader(Generic[T]):
-    """Runs reads in one thread of its own, which never keeps the process alive."""
+    """Runs reads in a daemon thread, which never keeps the process alive."""
 
     def __init__(self, name: str, timeout: float) -> None:
         self._name = name

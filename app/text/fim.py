@@ -1,6 +1,6 @@
 """Fill-in-the-middle (FIM) prompts: the model writes the gap between a prefix and a suffix.
 
-Each family marks the parts with tokens of its own, which its tokenizer has. The gap is written after the last
+Each family marks the parts with special tokens of its tokenizer. The gap is written after the last
 mark, and ends with an end-of-text token. Orders: prefix, suffix, middle (Bavarian et al., "Efficient Training
 of Language Models to Fill in the Middle", 2022), or suffix first, as Mistral's models and Seed-Coder were
 trained.

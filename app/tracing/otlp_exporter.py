@@ -1,4 +1,4 @@
-"""Export of spans to a collector: OTLP over HTTP, as JSON, from a thread of its own.
+"""Export of spans to a collector: OTLP over HTTP, as JSON, from a separate thread.
 
 Nothing waits for it. Spans beyond a bound are dropped and counted, also while the collector is down, slow or
 refuses them.

@@ -1,4 +1,4 @@
-"""Keys of config.json that GGUF files of one family say in a way of their own, or leave out. Torch-free.
+"""Keys of config.json that GGUF files of one family say in another way, or leave out. Torch-free.
 
 Sources: conversion/ of llama.cpp, which writes the files, and its src/models, which says what they leave out.
 """
@@ -387,7 +387,7 @@ def falcon_fields(gguf: GgufFile, config: Config) -> Config:
 
 
 def stablelm_fields(gguf: GgufFile, config: Config) -> Config:
-    """Return what tells the models of StableLM apart: attention and MLP side by side in the 12B, whose
+    """Return what distinguishes the models of StableLM: attention and MLP side by side in the 12B, whose
     LayerNorms of heads are one tensor.
     """
     has_norms = "blk.0.attn_q_norm.weight" in gguf.tensors

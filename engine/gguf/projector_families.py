@@ -70,7 +70,7 @@ class ClipFields(Fields):
         return tensor in self.file.tensors
 
     def rows(self, tensor: str, default: int) -> int:
-        """Return the rows of a matrix; the default where it is missing, which a later check tells."""
+        """Return the rows of a matrix; the default where it is missing, which a later check reports."""
         entry = self.file.tensors.get(tensor)
         return default if entry is None or len(entry.shape) < 2 else entry.shape[0]
 

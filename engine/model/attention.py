@@ -36,7 +36,7 @@ class Attention:
         """Index in the KV cache, which holds the layers of this stage."""
         sliding = config.sliding_layers(before)
         self.layer_of_kind = self.layer - sliding if config.windows[layer] is None else sliding
-        """Index where sliding-window layers have a cache of their own, and the others another."""
+        """Index in the KV cache of the layer's kind (sliding-window or full), where the kinds differ."""
         heads, kv_heads = rank.part(sizes.heads), rank.layout.kv_heads(sizes.kv_heads)
         self.heads, self.kv_heads, self.head_dim = heads.size, kv_heads.size, sizes.head_dim
         self.value_dim = sizes.value_dim
@@ -185,7 +185,7 @@ class Attention:
         return (forward.cache if self.window is None else forward.window_cache), self.layer_of_kind
 
     def _rotate_apart(self, qkv: Tensor, forward: ForwardContext, plan: AttentionPlan) -> Tensor:
-        """Do as `_rotate_and_write_kv` where queries have a table of their own, or norms come last."""
+        """Do as `_rotate_and_write_kv` where queries have a separate rotary table, or norms come last."""
         ops, heads, rotated = self.ops, self.heads, self.heads + self.kv_heads
         qk_TnD = qkv[:, :rotated]
         if self.norm_nD is not None and not self.norms_after_rope:
@@ -267,8 +267,8 @@ class FullWidthQKNormAttention(Attention):
     def _norm(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Norm queries and keys: [T, (H + 2 G) D] -> [T, H, D], [T, G, D].
 
-        Those of one width are normed in one operation: two results of the same operation and shape may share
-        one scratch buffer.
+        Queries and keys of one width are normed in one operation: two results of the same operation and
+        shape may share one scratch buffer.
         """
         tokens, q, k = len(rows), len(self.q_norm), len(self.k_norm)
         if self.both_norms is not None:

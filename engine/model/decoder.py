@@ -137,7 +137,7 @@ class Decoder:
         source.finish()
         self.mixtures = weights.mixtures
         self.times_head = False
-        """Run the head by itself, so that its time can be told from that of the layers."""
+        """Run the head by itself, so that it can be timed apart from the layers."""
         self.clamps_ids = False
         """Read the last row of the table for ids beyond it, as texts of a draft model's target may have."""
         self._tapped: tuple[int, ...] = ()
@@ -146,7 +146,7 @@ class Decoder:
         self._run_scored = {best: ops.graph(partial(self._scored, with_best=best)) for best in (False, True)}
         self.adapters = adapters
         self._run_adapted = ops.graph(self._layers)
-        """Layers of a step in which rows have an adapter: a graph of its own."""
+        """Layers of a step in which rows have an adapter: captured as a separate graph."""
 
     @property
     def _has_table(self) -> bool:

@@ -36,7 +36,7 @@ class DraftHead(ABC):
     adapters: Final = None
 
     has_keys = True
-    """True for a head with keys and values of its own."""
+    """True for a head with a KV cache."""
 
     def __init__(self, config: ModelConfig, target: Decoder, ops: Ops) -> None:
         self.config = config
@@ -168,7 +168,7 @@ class MedusaHeads(DraftHead):
         ]
         self.heads = [weights.head(f"{j}.{config.blocks}", vocab, config.hidden) for j in range(config.heads)]
         self._pass = 0
-        """Number of the pass that comes next: each has a head of its own."""
+        """Number of the next pass: each has a separate head."""
         source.finish()
 
     def enter(self, features_TF: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class ForwardContext:
     plans: dict[int | None, AttentionPlan]
     """Attention plans by sliding window; None: full attention."""
     window_cache: KVCache | None = None
-    """KV cache of sliding-window layers, where they have one of their own."""
+    """KV cache of sliding-window layers, where it is separate."""
     layout: BatchLayout | None = None
     states: RecurrentState | None = None
     """These two for models with recurrent layers; the layout for encoders too."""

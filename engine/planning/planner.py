@@ -308,7 +308,7 @@ class Planner:
             native_threads=self.config.threads or self.budget.cores if is_native else None,
         )
         drafting = adapters = 0
-        if self.draft is not None:  # a head has no vocabulary of its own, and keeps rows of the step
+        if self.draft is not None:  # a draft head shares the model's vocabulary, and keeps rows of the step
             vocab = max(self.draft.shape.vocab, self.shape.vocab)
             own, graphs = replace(self.draft.shape, vocab=vocab), self._graphs() * self.draft.has_layers
             is_whole = self.budget.device == "cuda" and self.draft.features > 0  # a head takes a whole step

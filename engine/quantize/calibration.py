@@ -203,7 +203,7 @@ class Calibration:
 
 
 def prefill_layout(lengths: Sequence[int]) -> BatchLayout:
-    """Build the layout of a prefill of whole sequences, each in KV blocks of its own."""
+    """Build the layout of a prefill of whole sequences, each in separate KV blocks."""
     blocks = [-(-length // BLOCK) for length in lengths]
     starts, first = array("i", [0]), 0
     tables_NB = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)

@@ -172,7 +172,7 @@ class _Merger:
         self._left = set(adapter.targets) | set(adapter.saved)
         changed = {HEAD, EMBEDDING} & self._left
         self.is_untied = tied and bool(changed)
-        """True if the head gets weights of its own: only one of both is changed."""
+        """True if a tied head is written separately, as it or the embedding changes."""
         self._has_head = any(plain_name(_module(name)) == HEAD for name in entries)
 
     def merged(self, name: str, entry: TensorEntry) -> dict[str, Tensor]:

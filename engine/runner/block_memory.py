@@ -28,7 +28,7 @@ def _copy_runs(source: int, source_step: int, target: int, target_step: int, siz
 class DeviceBlockMemory:
     """`BlockMemory` over the memory of one rank.
 
-    Copies run on a stream of their own, beside the steps that were launched. One to the host reads a block
+    Copies run on a separate stream, beside the steps that were launched. One to the host reads a block
     that these do not write to, so it does not wait for them; steps launched after `record` wait for it, as
     they may overwrite the block. One to the device waits for the launched steps: a request that has ended
     since may still have a row in one, which writes to a block that was freed. On a CPU copies are done when

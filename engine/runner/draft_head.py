@@ -2,7 +2,7 @@
 
 After each step the head is shown the hidden states of the step's rows, which stay on the device. Rows of
 prompts are computed at once, those of answers when drafts are wanted, at the latest when they fill a block:
-so the head's keys and values lie in the blocks of the requests' block tables, in a KV cache of its own, and
+so the head's keys and values lie in the blocks of the requests' block tables, in a separate KV cache, and
 are copied, cached and kept on disk with the target's.
 
 A head's pass has rows of tokens as a draft model's has. A row also goes on from the hidden state of the token

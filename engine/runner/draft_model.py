@@ -1,6 +1,6 @@
 """Draft model: a smaller model with the same vocabulary, whose tokens the target model verifies.
 
-Its keys and values lie in a KV cache of its own, in the blocks of the requests' block tables: block b of the
+Its keys and values lie in a separate KV cache, in the blocks of the requests' block tables: block b of the
 target has room for the same tokens in block b here. A request's draft KV is computed when drafts are wanted,
 so that a request that never has any costs nothing. What the cache holds of a block is known by the chain hash
 of its tokens.

@@ -3,7 +3,7 @@
 A step computes a request's last token and the drafts after it, one row each. Row j has the logits after j
 drafts. Its token is sampled only once these j drafts equal the sampled tokens, and with the request's state
 after them: counts, bad words, `min_tokens`, the grammar's mask, the noise of that position. So it is the
-token that a step of its own would have sampled, bit by bit, where rows do not depend on the rows beside them
+token that a separate step would have sampled, bit by bit, where rows do not depend on the rows beside them
 (`Ops.row_invariant`). There is no random acceptance as in Leviathan et al., "Fast Inference from Transformers
 via Speculative Decoding", 2023: noise is a function of seed and position, so each position has one right
 token, and a draft either equals it or does not.

@@ -308,7 +308,7 @@ class GPUModelRunner:
         positions_N = None
         if self._has_mrope:  # images take fewer positions than rows
             positions_N = ragged.positions_T + self._rows.position_shifts(decoding_4N[0])
-        # A decoding row is the last of its sequence, so that its position tells the length.
+        # A decoding row is the last of its sequence, so that its position gives the length.
         short = self._rotary.short_context
         is_long = ragged.positions_T >= short if short else False
         hidden_NE = self._hidden(self._forward(ids_N, ragged, positions_N, is_long), None)

@@ -110,7 +110,7 @@ def _fold(made: ChatMessages, text: str) -> None:
 
 
 def _turn(at: str, message: MessageParam) -> ChatMessages:
-    """Convert one turn. Results of tools become messages of their own, before the text that came
+    """Convert one turn. Results of tools become separate messages, before the text that came
     with them.
     """
     if isinstance(message.content, str):

@@ -180,7 +180,7 @@ class RequestContext:
 
     @contextmanager
     def recording_refusals(self) -> Iterator[None]:
-        """Log errors before the gateway takes over, and clients that left, as requests of their own.
+        """Log errors before the gateway takes over, and clients that left, as separate requests.
 
         Raises ApiError 400 for fields of other servers that would have changed the answer.
         """

@@ -109,7 +109,7 @@ class SseOptions:
     bounds unsent events (default: `limits.stream_buffer_bytes`, half of it here and half on its way to the
     socket).
 
-    An `endless` stream has no end of its own: it is closed when a drain begins, without `last`.
+    An `endless` stream does not end by itself: it is closed when a drain begins, without `last`.
     """
 
     first_comment: float = 1.0

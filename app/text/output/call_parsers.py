@@ -253,7 +253,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _parse_gemma(syntax: ToolSyntax, written: str, _schemas: Schemas) -> list[ParsedToolCall] | None:
-    """Parse `call:name{key:value}` with strings between quote marks of their own."""
+    """Parse `call:name{key:value}` with strings between the format's quote marks."""
     begin = re.match(r"\s*call:([^\s{]+)\s*", written)
     if begin is None:
         return None

@@ -1,1 +1,1 @@
-"""Tokenizers: loading, checking, encoding in a process of their own, decoding."""
+"""Tokenizers: loading, checking, encoding in a separate process, decoding."""

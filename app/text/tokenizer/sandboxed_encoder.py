@@ -55,7 +55,7 @@ class SandboxedEncoder:
 
     @classmethod
     def of_source(cls, source: bytes) -> "SandboxedEncoder":
-        """Start the process with a file of its own, which is removed in the end."""
+        """Start the process with a temporary file, which is removed at the end."""
         with tempfile.NamedTemporaryFile(prefix="llmbox-tokenizer-", delete=False) as file:
             file.write(source)
         try:

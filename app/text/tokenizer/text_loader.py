@@ -219,7 +219,7 @@ class TextCache:
     """Text models by folder: those in use, and of the others the last `KEPT`.
 
     `load` and `release` are called from one event loop or from its threads. A model is loaded anew when a
-    file in its folder has changed, and when texts are encoded in a process of its own.
+    file in its folder has changed, and when texts are encoded in a separate process.
     """
 
     def __init__(self, load: Callable[[Path], TextModel] = load_model_text) -> None:

@@ -35,7 +35,7 @@ class TextModel:
     special_tokens: dict[str, str]
     chat_template: str | None
     tool_template: str | None = None
-    """Template of conversations with tools, where the model has one of its own (`tool_use`)."""
+    """Template of conversations with tools, where the model has a separate one (`tool_use`)."""
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float]
     """Sampling values used where a request leaves a field absent."""

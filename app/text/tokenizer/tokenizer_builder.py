@@ -58,7 +58,7 @@ def find_source(folder: Path) -> str | None:
 
 
 def build_source(folder: Path) -> bytes:
-    """Build tokenizer.json in a process of its own. Raises ModelError with the reason."""
+    """Build tokenizer.json in a separate process. Raises ModelError with the reason."""
     name = find_source(folder)
     command = [sys.executable, "-P", "-m", __spec__.name, str(folder), str(_SECONDS), str(_MEMORY)]
     passed = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LANG") if name in os.environ}

@@ -3,7 +3,7 @@ proportion to a text.
 
 A step of a pipeline can be hostile: chained replacements double a text each, a regex backtracks for ever. So
 only steps that are listed here, with bounded parameters, work in the daemon. A file with any other step is
-no less welcome, but its tokenizer works in a process of its own (`sandboxed_encoder.py`).
+no less welcome, but its tokenizer works in a separate process (`sandboxed_encoder.py`).
 """
 
 import json
