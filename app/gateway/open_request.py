@@ -209,26 +209,30 @@ class OpenRequest:
                 raise self._failure(output)
         if output.scheduled_at is not None or output.prefix_end is not None:
             self._note_prefill(sequence, output)
-        if count := len(output.token_ids):
-            if output.draft_tokens:
-                self.usage.draft_tokens += output.draft_tokens
-                self.usage.accepted_tokens += output.accepted_tokens
-            if not self._limits.has_tokens:
-                self._limits.note_first_token()
-            if self._reservation is not None:
-                self._reservation.spend(count)
-            now, last = time.monotonic(), self._last[sequence.index]
-            self._last[sequence.index] = self.timeline.last_token = now
-            if last is not None:
-                if self._observe_gap is None:
-                    self._observe_gap = self._gap_observer()
-                self._observe_gap((now - last) / count)
-            elif self.timeline.first_token is None:
-                self.timeline.first_token = now
+        if output.token_ids:
+            self._note_tokens(sequence, output)
         delta = sequence.feed(output)
         if self.transcript is not None:
             self.transcript.add(delta)
         return delta
+
+    def _note_tokens(self, sequence: ChoiceStream, output: RequestOutput) -> None:
+        count = len(output.token_ids)
+        if output.draft_tokens:
+            self.usage.draft_tokens += output.draft_tokens
+            self.usage.accepted_tokens += output.accepted_tokens
+        if not self._limits.has_tokens:
+            self._limits.note_first_token()
+        if self._reservation is not None:
+            self._reservation.spend(count)
+        now, last = time.monotonic(), self._last[sequence.index]
+        self._last[sequence.index] = self.timeline.last_token = now
+        if last is not None:
+            if self._observe_gap is None:
+                self._observe_gap = self._gap_observer()
+            self._observe_gap((now - last) / count)
+        elif self.timeline.first_token is None:
+            self.timeline.first_token = now
 
     async def _merged(self) -> AsyncIterator[tuple[ChoiceStream, RequestOutput]]:
         queue: asyncio.Queue[tuple[ChoiceStream, RequestOutput | None]] = asyncio.Queue()

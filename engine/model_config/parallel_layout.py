@@ -10,8 +10,9 @@ layers                          in pp stages; the first has the embedding, the l
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from llmbox.kernels.quant_formats import Quant
 
@@ -208,64 +209,76 @@ def _check_experts(shape: ModelShape, tp: int) -> None:
 
 
 def _indivisible(shape: ModelShape, tp: int, quant: Quant | None, expert_parallel: bool = False) -> str:
+    """Return the first reason why `tp` ranks cannot share the model, or ""."""
+    return next(
+        chain(_unequal(shape, tp, expert_parallel), _cut_groups(shape, tp, quant, expert_parallel)), ""
+    )
+
+
+def _unequal(shape: ModelShape, tp: int, expert_parallel: bool) -> Iterator[str]:
+    """Yield the parts of the model that `tp` ranks cannot share equally, as sentences."""
+    experts = shape.experts
     if tp > 1 and shape.norms_all_heads:
-        return (
+        yield (
             "the model norms its queries over all heads together, or attention's results, of which a rank "
             "would have a part"
         )
     for heads in (shape.heads, *shape.other_heads):
         if heads % tp:
-            return f"the model's {heads} attention heads cannot be shared equally"
+            yield f"the model's {heads} attention heads cannot be shared equally"
     if shape.kv_heads % tp and tp % shape.kv_heads:
-        return f"the model's {shape.kv_heads} KV heads can neither be shared nor copied equally"
+        yield f"the model's {shape.kv_heads} KV heads can neither be shared nor copied equally"
     if shape.sliding and shape.sliding.heads and (few := shape.sliding.heads[0]) % tp and tp % few:
-        return f"the {few} KV heads of sliding-window layers can neither be shared nor copied equally"
+        yield f"the {few} KV heads of sliding-window layers can neither be shared nor copied equally"
     if shape.ffn % tp:
-        return f"the MLP's {shape.ffn} inner rows cannot be shared equally"
-    if shape.experts and not expert_parallel and shape.experts.inner % tp:
-        return f"the {shape.experts.inner} inner rows of each expert cannot be shared equally"
+        yield f"the MLP's {shape.ffn} inner rows cannot be shared equally"
+    if experts and not expert_parallel and experts.inner % tp:
+        yield f"the {experts.inner} inner rows of each expert cannot be shared equally"
     for what, count in shape.recurrent.divisible if shape.recurrent else ():
         if count % tp:
-            return f"the {count} {what} cannot be shared equally"
-    if shape.experts and shape.experts.shared % tp:
-        return f"the {shape.experts.shared} inner rows of the shared expert cannot be shared equally"
+            yield f"the {count} {what} cannot be shared equally"
+    if experts and experts.shared % tp:
+        yield f"the {experts.shared} inner rows of the shared expert cannot be shared equally"
     if -(-shape.vocab // tp) * (tp - 1) >= shape.vocab:
-        return f"the vocabulary has only {shape.vocab} tokens"
-    width = shape.heads * shape.head_dim if shape.latent is None else shape.latent.inner
-    inner = {"attention": width // tp}
-    if shape.experts is None or shape.experts.layers < shape.layers:
-        inner["the MLP"] = shape.ffn // tp
-    if shape.experts and not expert_parallel:
-        inner["an expert"] = shape.experts.inner // tp
-    if shape.experts and shape.experts.shared:
-        inner["the shared expert"] = shape.experts.shared // tp
+        yield f"the vocabulary has only {shape.vocab} tokens"
     for where, size in shape.other_inputs:
         if size % tp:
-            return f"the {size} inputs of {where} cannot be shared equally"
-        inner[where] = size // tp
-    for where, size in inner.items():
-        group = shape.blocks.unit if shape.blocks and quant and quant.is_gguf else quant.group if quant else 1
-        if tp > 1 and quant is not None and not quant.by_output and size % group:
-            return (
-                f"{quant.name} weights round groups of {group} inputs, and a part of {where} "
-                f"has {size}: take another --quant or --tp"
-            )
-    return _cut_blocks(shape, tp, quant)
+            yield f"the {size} inputs of {where} cannot be shared equally"
 
 
-def _cut_blocks(shape: ModelShape, tp: int, quant: Quant | None) -> str:
-    """Return why blocks quantized at load cannot be split: a block would span keys and values. Blocks of a
-    quantized checkpoint keep their scales.
+def _cut_groups(shape: ModelShape, tp: int, quant: Quant | None, expert_parallel: bool) -> Iterator[str]:
+    """Yield the row-parallel linears whose parts are no whole groups of quantized inputs, then the keys whose
+    parts are no whole blocks, as sentences.
     """
-    if tp == 1 or quant is None or quant.kind != "blocks" or shape.quant is not None:
-        return ""
+    if tp == 1 or quant is None:
+        return
+    group = shape.blocks.unit if shape.blocks and quant.is_gguf else quant.group
+    for where, size in () if quant.by_output else _shared_inputs(shape, expert_parallel):
+        if size // tp % group:
+            yield (
+                f"{quant.name} weights round groups of {group} inputs, and a part of {where} "
+                f"has {size // tp}: take another --quant or --tp"
+            )
+    # Blocks quantized at load must not span keys and values. Those of a quantized checkpoint keep their scales.
     rows = max(1, shape.kv_heads // tp) * shape.head_dim
-    if rows % quant.group == 0:
-        return ""
-    return (
-        f"{quant.name} weights round blocks of {quant.group} outputs, and a part of the keys has {rows}: "
-        "take another --quant or --tp"
-    )
+    if quant.kind == "blocks" and shape.quant is None and rows % quant.group:
+        yield (
+            f"{quant.name} weights round blocks of {quant.group} outputs, and a part of the keys has {rows}: "
+            "take another --quant or --tp"
+        )
+
+
+def _shared_inputs(shape: ModelShape, expert_parallel: bool) -> Iterator[tuple[str, int]]:
+    """Yield the row-parallel linears and their inputs."""
+    experts = shape.experts
+    yield "attention", shape.heads * shape.head_dim if shape.latent is None else shape.latent.inner
+    if experts is None or experts.layers < shape.layers:
+        yield "the MLP", shape.ffn
+    if experts and not expert_parallel:
+        yield "an expert", experts.inner
+    if experts and experts.shared:
+        yield "the shared expert", experts.shared
+    yield from shape.other_inputs
 
 
 def _words(numbers: list[int]) -> str:
