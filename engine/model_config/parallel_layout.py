@@ -259,7 +259,7 @@ def _cut_groups(shape: ModelShape, tp: int, quant: Quant | None, expert_parallel
                 f"{quant.name} weights round groups of {group} inputs, and a part of {where} "
                 f"has {size // tp}: take another --quant or --tp"
             )
-    # Blocks quantized at load must not span keys and values. Those of a quantized checkpoint keep their scales.
+    # Blocks quantized at load must not span keys and values. Blocks of a checkpoint keep their scales.
     rows = max(1, shape.kv_heads // tp) * shape.head_dim
     if quant.kind == "blocks" and shape.quant is None and rows % quant.group:
         yield (
