@@ -157,27 +157,16 @@ def serve(engine: "Engine", channel: Channel) -> None:
     """
     preparing = True
     reported = (0, 0, 0)
-    pixels: dict[bytes, bytes] = {}
-    profiler: StepProfiler | None = None
+    inbox = Inbox(engine, channel)
     while True:
-        outputs: list[RequestOutput] = []
         has_work = engine.has_work
         if preparing and not has_work:
             preparing = engine.prepare()
         idle = channel.congested or not (has_work or preparing)
-        for message in channel.receive(block=idle):
-            if isinstance(message, Shutdown):
-                engine.close()
-                return
-            if isinstance(message, AskProfile):
-                profiler = profiler or StepProfiler(engine, channel)
-                channel.send(profiler.start(message.seconds) if message.seconds else profiler.stop())
-                continue
-            answer = _handle(engine, channel, message, pixels)
-            if answer is not None:
-                outputs.append(answer)
-        if profiler is not None:
-            profiler.end_if_late()
+        outputs = inbox.receive(block=idle)
+        if outputs is None:
+            engine.close()
+            return
         if engine.has_work and not channel.congested:
             step = engine.step()
             preparing = True
@@ -189,40 +178,67 @@ def serve(engine: "Engine", channel: Channel) -> None:
             channel.send(StepOutputs(outputs=outputs, stats=engine.stats(), times=engine.take_times()))
 
 
-def _handle(
-    engine: "Engine", channel: Channel, message: ToEngine, pixels: dict[bytes, bytes]
-) -> RequestOutput | None:
-    """Handle one message. `pixels`: those of `KeepImages`, by hash."""
-    match message:
-        case AddRequest(images=[]):
-            return engine.add(message)
-        case AddRequest():
-            images = [
-                replace(image, pixels=image.pixels or pixels.get(image.content_hash, b""))
-                for image in message.images
-            ]
-            return engine.add(replace(message, images=images))
-        case KeepImages():
-            pixels |= {image.content_hash: image.pixels for image in message.images}
-            for digest in message.drop:
-                pixels.pop(digest, None)
-        case Vocabulary():
-            engine.set_vocabulary(message)
-        case Prefill():
-            return engine.prefill(message)
-        case TakenSlots():
-            engine.free_slots(message.slots)
-        case AbortRequest():
-            return engine.abort(message.request_id)
-        case Ping():
-            channel.send(Pong(nonce=message.nonce, stats=engine.stats()))
-        case AskBlocks():
-            channel.send(engine.blocks())
-        case AskRows():
-            channel.send(_read_rows(message))
-        case _:
-            raise ValueError(f"{type(message).__name__} out of turn")
-    return None
+class Inbox:
+    """Handles the daemon's messages between two steps."""
+
+    def __init__(self, engine: "Engine", channel: Channel) -> None:
+        self._engine, self._channel = engine, channel
+        self._pixels: dict[bytes, bytes] = {}
+        """Images of `KeepImages`, by hash."""
+        self._profiler: StepProfiler | None = None
+
+    def receive(self, *, block: bool) -> list[RequestOutput] | None:
+        """Handle the messages that arrived, and return outputs of requests that end without a step; None
+        after `Shutdown`. `block`: wait for a message.
+        """
+        outputs = []
+        for message in self._channel.receive(block=block):
+            if isinstance(message, Shutdown):
+                return None
+            if (output := self._handle(message)) is not None:
+                outputs.append(output)
+        if self._profiler is not None:
+            self._profiler.end_if_late()
+        return outputs
+
+    def _handle(self, message: ToEngine) -> RequestOutput | None:
+        engine, channel = self._engine, self._channel
+        match message:
+            case AddRequest():
+                return engine.add(self._with_pixels(message))
+            case KeepImages():
+                self._pixels |= {image.content_hash: image.pixels for image in message.images}
+                for digest in message.drop:
+                    self._pixels.pop(digest, None)
+            case Vocabulary():
+                engine.set_vocabulary(message)
+            case Prefill():
+                return engine.prefill(message)
+            case TakenSlots():
+                engine.free_slots(message.slots)
+            case AbortRequest():
+                return engine.abort(message.request_id)
+            case Ping():
+                channel.send(Pong(nonce=message.nonce, stats=engine.stats()))
+            case AskBlocks():
+                channel.send(engine.blocks())
+            case AskRows():
+                channel.send(_read_rows(message))
+            case AskProfile():
+                profiler = self._profiler = self._profiler or StepProfiler(engine, channel)
+                channel.send(profiler.start(message.seconds) if message.seconds else profiler.stop())
+            case _:
+                raise ValueError(f"{type(message).__name__} out of turn")
+        return None
+
+    def _with_pixels(self, request: AddRequest) -> AddRequest:
+        if not request.images:
+            return request
+        images = [
+            replace(image, pixels=image.pixels or self._pixels.get(image.content_hash, b""))
+            for image in request.images
+        ]
+        return replace(request, images=images)
 
 
 def _read_rows(asked: AskRows) -> WeightRows:
