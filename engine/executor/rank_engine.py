@@ -142,11 +142,11 @@ def load_rank(
         plan,
         ops.name,
         measured,
-        rows,
-        proposers,
-        images,
-        takes_adapters,
-        ops.problem,
+        draft_rows=rows,
+        proposers=proposers,
+        images=images,
+        takes_adapters=takes_adapters,
+        problem=ops.problem,
     )
 
 
