@@ -298,7 +298,16 @@ def _hit(hub: Hub, item: Any, planner: Planner) -> SearchResult:
         detail = error.why or error.what
         if error.code in {"unsupported_model", "no_weights"}:
             fits = "unsupported"
-    return SearchResult(item.id, item.downloads or 0, params, bool(item.gated), fits, context, memory, detail)
+    return SearchResult(
+        name=item.id,
+        downloads=item.downloads or 0,
+        params=params,
+        gated=bool(item.gated),
+        fits=fits,
+        context=context,
+        memory=memory,
+        detail=detail,
+    )
 
 
 def ask_recommended(hub: Hub) -> tuple[dict[str, HubFacts], dict[str, HubError]]:

@@ -112,14 +112,14 @@ class SparseMoE:
         self.mixture = Mixture(
             gate_ups,
             downs,
-            config.count,
-            config.per_token,
-            config.normalized,
-            _routing(config, weights, on_host=ops.host_experts is not None),
-            model.activation,
-            None if len(held) == config.count else held,
-            torch.zeros(config.count, dtype=torch.int64) if on_cpu else None,
-            owners,
+            count=config.count,
+            per_token=config.per_token,
+            normalized=config.normalized,
+            routing=_routing(config, weights, on_host=ops.host_experts is not None),
+            activation=model.activation,
+            held=None if len(held) == config.count else held,
+            load_X=torch.zeros(config.count, dtype=torch.int64) if on_cpu else None,
+            owners=owners,
         )
         self.shared, self.shared_gate = None, None
         if config.shared_inner:

@@ -41,14 +41,18 @@ from .unsupported import refuse_foreign, unknown_fields
 
 @dataclass(slots=True)
 class RequestContext:
-    """One HTTP exchange of a generating route. `model` is set once it is found."""
+    """One HTTP exchange of a generating route."""
 
     services: Services
     endpoint: str
+    """Path of the route."""
     exchange: str
+    """Request id of the exchange, as the client sent it or generated."""
     client: str
+    """IP address of the client, "unix socket", or "" where it is unknown."""
     caller: Identity
     plain: dict[str, Any]
+    """Body as parsed JSON."""
     body: bytes = b""
     """Body as it was sent."""
     receive: Receive | None = None
@@ -74,9 +78,9 @@ class RequestContext:
             request_id(request),
             client,
             identity_of(request),
-            await request.plain_json() if posted else {},
-            await request.body() if posted else b"",
-            request.receive if posted else None,
+            plain=await request.plain_json() if posted else {},
+            body=await request.body() if posted else b"",
+            receive=request.receive if posted else None,
             clock=clock,
         )
 
