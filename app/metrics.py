@@ -199,8 +199,8 @@ class _EngineCollector(Collector):
 
 
 _Row = tuple[str, str, str]
-"""Name of a metric, its description, and the field of an `EngineReading` that it shows. Rows of `_DRAFT_COUNTERS`
-name a field of `DraftCounts`.
+"""Name of a metric, its description, and the field of an `EngineReading` that it shows. Rows of
+`_DRAFT_COUNTERS` name a field of `DraftCounts`.
 """
 
 _DRAFT_COUNTERS: tuple[_Row, ...] = (

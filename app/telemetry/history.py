@@ -294,7 +294,9 @@ class Annotations:
     async def since(self, begin: float, most: int = MOST) -> list[Annotation]:
         """Annotations since `begin`, newest first."""
         self._end_refusals()
-        found = await self._store.read(lambda engine: _find_annotations(engine, begin, most), [], "marks")
+        found = await self._store.read(
+            lambda engine: _find_annotations(engine, begin, most), list[Annotation](), "marks"
+        )
         marks = {*found, *(mark for mark in self._recent if mark.time >= begin)}
         return sorted(marks, key=lambda mark: (mark.time, mark.kind, mark.model), reverse=True)[:most]
 
