@@ -7,13 +7,14 @@ nothing.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from llmbox.engine.ipc.messages import DraftCounts, EngineStats
+from llmbox.engine.ipc.messages import EngineStats
 
 from .store.record import RequestRecord
 
@@ -36,6 +37,11 @@ class EngineReading:
     restarts: int
     resumed: int
     ready: bool
+
+    @property
+    def kv_usage(self) -> float:
+        blocks = self.stats.blocks_total
+        return self.stats.blocks_used / blocks if blocks else 0.0
 
 
 class Metrics:
@@ -162,27 +168,23 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         readings = list(self._read_engines())
-        for name, text, value in _GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            for reading in readings:
-                gauge.add_metric([reading.model], value(reading))
-            yield gauge
-        for name, text, value in _COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            for reading in readings:
-                counter.add_metric([reading.model], value(reading))
-            yield counter
-        for name, text, count in _DRAFT_COUNTERS:
+        for rows, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
+            for name, text, field in rows:
+                metric = family(name, text, labels=["model_name"])
+                for reading in readings:
+                    metric.add_metric([reading.model], attrgetter(field)(reading))
+                yield metric
+        for name, text, field in _DRAFT_COUNTERS:
             counter = CounterMetricFamily(name, text, labels=["model_name", "method"])
             for reading in readings:
                 for method, counts in reading.stats.draft_methods.items():
-                    counter.add_metric([reading.model, method], count(counts))
+                    counter.add_metric([reading.model, method], getattr(counts, field))
             yield counter
-        for name, text, value in _EXPERT_GAUGES:
+        for name, text, field in _EXPERT_GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
             for reading in readings:
-                if value(reading):
-                    gauge.add_metric([reading.model], value(reading))
+                if value := attrgetter(field)(reading):
+                    gauge.add_metric([reading.model], value)
             yield gauge
         yield CounterMetricFamily(
             "llmbox_request_log_dropped", "Log rows lost to a full disk or queue.", value=self._read_dropped()
@@ -196,117 +198,96 @@ class _EngineCollector(Collector):
         )
 
 
-_DRAFT_COUNTERS: tuple[tuple[str, str, Callable[[DraftCounts], float]], ...] = (
-    ("llmbox_spec_decode_num_drafts", "Times that guesses of a method were verified.", lambda c: c.drafts),
-    ("llmbox_spec_decode_num_draft_tokens", "Guessed tokens of a method.", lambda c: c.draft_tokens),
+_Row = tuple[str, str, str]
+"""Name of a metric, its description, and the field of an `EngineReading` that it shows. Rows of
+`_DRAFT_COUNTERS` name a field of `DraftCounts`.
+"""
+
+_DRAFT_COUNTERS: tuple[_Row, ...] = (
+    ("llmbox_spec_decode_num_drafts", "Times that guesses of a method were verified.", "drafts"),
+    ("llmbox_spec_decode_num_draft_tokens", "Guessed tokens of a method.", "draft_tokens"),
     (
         "llmbox_spec_decode_num_accepted_tokens",
         "Guessed tokens of a method that were right.",
-        lambda c: c.accepted_tokens,
+        "accepted_tokens",
     ),
 )
 
-_Value = Callable[[EngineReading], float]
-
-_GAUGES: tuple[tuple[str, str, _Value], ...] = (
-    ("vllm:num_requests_running", "Requests in the batch.", lambda r: r.stats.running),
-    ("vllm:num_requests_waiting", "Requests that wait for the batch.", lambda r: r.stats.waiting),
-    (
-        "vllm:kv_cache_usage_perc",
-        "Share of KV blocks in use, 0 to 1.",
-        lambda r: r.stats.blocks_used / r.stats.blocks_total if r.stats.blocks_total else 0.0,
-    ),
-    (
-        "llmbox_kv_blocks_cached",
-        "KV blocks that only the prefix cache holds.",
-        lambda r: r.stats.blocks_cached,
-    ),
-    ("llmbox_engine_ready", "1 while the engine serves.", lambda r: float(r.ready)),
+_GAUGES: tuple[_Row, ...] = (
+    ("vllm:num_requests_running", "Requests in the batch.", "stats.running"),
+    ("vllm:num_requests_waiting", "Requests that wait for the batch.", "stats.waiting"),
+    ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", "kv_usage"),
+    ("llmbox_kv_blocks_cached", "KV blocks that only the prefix cache holds.", "stats.blocks_cached"),
+    ("llmbox_engine_ready", "1 while the engine serves.", "ready"),
 )
 
-_EXPERT_GAUGES: tuple[tuple[str, str, _Value], ...] = (
+_EXPERT_GAUGES: tuple[_Row, ...] = (
     (
         "llmbox_expert_imbalance",
         "Rows of a layer's busiest expert over the mean of its experts, mean of the layers; of mixtures.",
-        lambda r: r.stats.expert_imbalance,
+        "stats.expert_imbalance",
     ),
     (
         "llmbox_expert_rank_imbalance",
         "Rows of the busiest rank over the mean of ranks, mean of the layers, since experts last moved.",
-        lambda r: r.stats.expert_rank_imbalance,
+        "stats.expert_rank_imbalance",
     ),
     (
         "llmbox_expert_rank_imbalance_without_copies",
         "What it would be for the same rows without copies of hot experts (--redundant-experts).",
-        lambda r: r.stats.expert_rank_imbalance_without_copies,
+        "stats.expert_rank_imbalance_without_copies",
     ),
 )
 
-_COUNTERS: tuple[tuple[str, str, _Value], ...] = (
-    ("llmbox_expert_rows", "Rows that experts of a mixture computed.", lambda r: r.stats.expert_rows),
+_COUNTERS: tuple[_Row, ...] = (
+    ("llmbox_expert_rows", "Rows that experts of a mixture computed.", "stats.expert_rows"),
     (
         "llmbox_expert_moves",
         "Experts of a layer that went to another rank while the engine ran (--redundant-experts).",
-        lambda r: r.stats.expert_moves,
+        "stats.expert_moves",
     ),
-    ("vllm:prompt_tokens", "Prompt tokens computed.", lambda r: r.stats.prompt_tokens),
-    ("vllm:generation_tokens", "Tokens generated.", lambda r: r.stats.output_tokens),
-    ("vllm:prefix_cache_queries", "Prompt tokens looked up.", lambda r: r.stats.prefix_queries),
-    ("vllm:prefix_cache_hits", "Prompt tokens found.", lambda r: r.stats.prefix_hits),
-    ("llmbox_kv_disk_hits", "Prompt tokens found that came from disk.", lambda r: r.stats.disk_hits),
-    ("llmbox_kv_host_hits", "Prompt tokens found in main memory, of a GPU.", lambda r: r.stats.host_hits),
+    ("vllm:prompt_tokens", "Prompt tokens computed.", "stats.prompt_tokens"),
+    ("vllm:generation_tokens", "Tokens generated.", "stats.output_tokens"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up.", "stats.prefix_queries"),
+    ("vllm:prefix_cache_hits", "Prompt tokens found.", "stats.prefix_hits"),
+    ("llmbox_kv_disk_hits", "Prompt tokens found that came from disk.", "stats.disk_hits"),
+    ("llmbox_kv_host_hits", "Prompt tokens found in main memory, of a GPU.", "stats.host_hits"),
     (
         "llmbox_kv_host_saved_bytes",
         "Bytes of KV blocks copied to main memory when a GPU evicted them.",
-        lambda r: r.stats.host_saved_bytes,
+        "stats.host_saved_bytes",
     ),
     (
         "llmbox_kv_host_loaded_bytes",
         "Bytes of KV blocks copied from main memory back to a GPU.",
-        lambda r: r.stats.host_loaded_bytes,
+        "stats.host_loaded_bytes",
     ),
     (
         "llmbox_kv_host_skipped",
         "KV blocks that a GPU evicted and main memory did not keep.",
-        lambda r: r.stats.host_skipped,
+        "stats.host_skipped",
     ),
-    (
-        "llmbox_kv_disk_written_bytes",
-        "Bytes of KV blocks written to disk.",
-        lambda r: r.stats.disk_written_bytes,
-    ),
-    ("llmbox_kv_disk_read_bytes", "Bytes of KV blocks read from disk.", lambda r: r.stats.disk_read_bytes),
-    ("llmbox_kv_disk_damaged", "KV blocks on disk that were damaged.", lambda r: r.stats.disk_damaged),
-    ("llmbox_kv_disk_late", "Requests that the disk was too slow for.", lambda r: r.stats.disk_late),
+    ("llmbox_kv_disk_written_bytes", "Bytes of KV blocks written to disk.", "stats.disk_written_bytes"),
+    ("llmbox_kv_disk_read_bytes", "Bytes of KV blocks read from disk.", "stats.disk_read_bytes"),
+    ("llmbox_kv_disk_damaged", "KV blocks on disk that were damaged.", "stats.disk_damaged"),
+    ("llmbox_kv_disk_late", "Requests that the disk was too slow for.", "stats.disk_late"),
     (
         "llmbox_kv_disk_skipped",
         "KV blocks not written: evicted before, or refused by the disk.",
-        lambda r: r.stats.disk_skipped,
+        "stats.disk_skipped",
     ),
-    (
-        "llmbox_handover_tokens",
-        "Prompt tokens whose KV the prefill engine gave.",
-        lambda r: r.stats.handed_tokens,
-    ),
-    ("llmbox_handover_damaged", "KV blocks of it that were refused.", lambda r: r.stats.handed_damaged),
-    ("llmbox_prefill_restarts", "Prefill engines restarted.", lambda r: r.stats.prefill_restarts),
-    ("vllm:num_preemptions", "Preemptions by recompute.", lambda r: r.stats.preemptions),
-    ("vllm:spec_decode_num_drafts", "Times that guesses were verified.", lambda r: r.stats.drafts),
-    ("vllm:spec_decode_num_draft_tokens", "Guessed tokens.", lambda r: r.stats.draft_tokens),
-    (
-        "vllm:spec_decode_num_accepted_tokens",
-        "Guessed tokens that were right.",
-        lambda r: r.stats.accepted_tokens,
-    ),
-    ("llmbox_engine_steps", "Steps run.", lambda r: r.stats.steps),
-    ("llmbox_engine_step_seconds", "Time inside steps.", lambda r: r.stats.step_seconds),
-    ("llmbox_engine_prefill_steps", "Steps with prompts.", lambda r: r.stats.work.prefill_steps),
-    ("llmbox_engine_prefill_seconds", "Time of steps with prompts.", lambda r: r.stats.work.prefill_seconds),
-    (
-        "llmbox_engine_prefill_tokens",
-        "Prompt tokens computed.",
-        lambda r: r.stats.work.prefill_tokens,
-    ),
-    ("llmbox_engine_restarts", "Engine processes restarted.", lambda r: r.restarts),
-    ("llmbox_requests_resumed", "Requests that went on after a restart.", lambda r: r.resumed),
+    ("llmbox_handover_tokens", "Prompt tokens whose KV the prefill engine gave.", "stats.handed_tokens"),
+    ("llmbox_handover_damaged", "KV blocks of it that were refused.", "stats.handed_damaged"),
+    ("llmbox_prefill_restarts", "Prefill engines restarted.", "stats.prefill_restarts"),
+    ("vllm:num_preemptions", "Preemptions by recompute.", "stats.preemptions"),
+    ("vllm:spec_decode_num_drafts", "Times that guesses were verified.", "stats.drafts"),
+    ("vllm:spec_decode_num_draft_tokens", "Guessed tokens.", "stats.draft_tokens"),
+    ("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right.", "stats.accepted_tokens"),
+    ("llmbox_engine_steps", "Steps run.", "stats.steps"),
+    ("llmbox_engine_step_seconds", "Time inside steps.", "stats.step_seconds"),
+    ("llmbox_engine_prefill_steps", "Steps with prompts.", "stats.work.prefill_steps"),
+    ("llmbox_engine_prefill_seconds", "Time of steps with prompts.", "stats.work.prefill_seconds"),
+    ("llmbox_engine_prefill_tokens", "Prompt tokens computed.", "stats.work.prefill_tokens"),
+    ("llmbox_engine_restarts", "Engine processes restarted.", "restarts"),
+    ("llmbox_requests_resumed", "Requests that went on after a restart.", "resumed"),
 )

@@ -194,9 +194,9 @@ class LocalModelFacts:
     defaults: dict[str, float] = field(default_factory=dict)
     """Default sampling parameters."""
     for_vectors: bool = False
+    """The model makes embeddings, and no text."""
     sees: bool = False
     """The model reads images, where it runs on a CPU."""
-    """The model makes embeddings, and no text."""
 
     @property
     def parameters(self) -> int | None:

@@ -24,7 +24,6 @@ from llmbox.engine.planning.performance_model import (
 from llmbox.engine.planning.runnable import RunnablePlan, check_drafts, kernel_site, require_runnable
 from llmbox.kernels.quant_formats import QUANTS
 
-from ..config.model_settings import ModelSettings
 from ..engines.eviction import CUDA_SHARE, Place, total_budget, usable_device
 from ..hub.model_info import ModelFacts
 from ..hub.transfer import free_space
@@ -206,21 +205,6 @@ def plan_within_budget(
     except (DoesNotFit, DeviceError, ParallelError, ModelError) as error:
         return None, str(error)
     return plan, ""
-
-
-def default_engine(settings: ModelSettings) -> EngineConfig:
-    """Return the engine options of a model that is loaded without flags."""
-    return EngineConfig(
-        model_path="",
-        name="",
-        device=settings.device,
-        dtype=settings.dtype,
-        kv_dtype=settings.kv_dtype,
-        quant=settings.quant,
-        quant_head=settings.quant_head,
-        context=settings.ctx,
-        cpu_experts=settings.cpu_experts,
-    )
 
 
 def plan_alone(

@@ -18,6 +18,7 @@ from ..config.settings import Settings
 from ..engines.eviction import usable_device
 from ..hub.model_info import ModelFacts, parse_config_files
 from ..models.catalog import hub_cache, on_disk
+from ..models.load_request import default_engine
 from ..models.registry import (
     HubFacts,
     NameLookup,
@@ -29,7 +30,7 @@ from ..models.registry import (
 )
 from ..util.formatting import rate_range
 from .bandwidth import device_bandwidth
-from .fit import Fit, FitSite, Speed, default_engine, fit, plan_alone
+from .fit import Fit, FitSite, Speed, fit, plan_alone
 
 USABLE_RATE = 5.0
 """Tokens a second, the middle of the predicted range, below which a reader waits for words."""

@@ -184,15 +184,7 @@ class App(Litestar):
         )
         hosts = HostList(services.settings.server.allowed_hosts)
         cors = Cors(services.settings.server.cors_origins)
-        self.shell = SecurityMiddleware(
-            super().__call__,
-            hosts,
-            limits.body_bytes,
-            services.drain,
-            cors,
-            limits.file_bytes,
-            limits.image_body_bytes,
-        )
+        self.shell = SecurityMiddleware(super().__call__, hosts, cors, limits, services.drain)
 
     @staticmethod
     def _get_default_plugins(plugins: list[PluginProtocol]) -> list[PluginProtocol]:

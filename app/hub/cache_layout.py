@@ -1,4 +1,6 @@
-"""Finding models in folders that others filled: further caches, single folders, trees of folders."""
+"""Hugging Face cache on disk: its repositories, written as huggingface_hub writes them. Also the models in
+folders that others filled, to adopt them.
+"""
 
 import contextlib
 import fcntl

@@ -185,13 +185,7 @@ def _require_free(name: str, names: NameLookup, memory: Mapping[str, ModelRef], 
     alias = names.aliases.get(name)
     if alias is not None and alias.adapter and may_replace:
         return
-    taken = (
-        "an adapter"
-        if alias is not None and alias.adapter
-        else "an alias"
-        if alias is not None
-        else "a model"
-    )
+    taken = "a model" if alias is None else "an adapter" if alias.adapter else "an alias"
     if alias is not None or name == BUILTIN or name in names.directories or name in memory:
         fix = f"llmbox lora rm {name}, then again" if taken == "an adapter" else "choose another name"
         raise CliError(f"the name {name} is taken", f"it is {taken}'s", fix, Exit.CONFLICT)

@@ -42,11 +42,13 @@ HUB_ID = re.compile(
     rf"(?!.*(?:\.\.|--))(?P<repo>{_PART}/{_PART})(?<!\.git)(?::(?P<quantization>[A-Za-z0-9][A-Za-z0-9_-]{{0,31}}))?"
     r"(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9_./-]{0,199}))?"
 )
-"""A model of the hub; of a repository of GGUF files one quantization, as org/name:Q4_K_M."""
+"""A model of the hub; of a repository of GGUF files one quantization, as org/name:Q4_K_M. The hub has no
+repository whose name ends in .git.
+"""
 NAME = re.compile(
     rf"{_PART}(?:/{_PART}(?::[A-Za-z0-9][A-Za-z0-9_-]{{0,31}})?)?(?:@[A-Za-z0-9][A-Za-z0-9_./-]{{0,199}})?"
 )
-"""The hub has no repository whose name ends in .git."""
+"""A name under which models are served."""
 _CLONE_URL = re.compile(
     r"(?:(?:https?://|git@)?[\w.-]+\.\w+[/:])?(?P<id>[^/@:]+/[^/@:]+?)(?:\.git)?/?(?P<revision>@.+)?"
 )
@@ -122,7 +124,14 @@ def resolve(
         if names.gguf_home is not None and path.is_file() and is_gguf(path):
             return directory(folder_of(path, names.gguf_home))
         return directory(path)
-    asked, text = text, full_name(text)
+    return _resolve_id(text, environ, names, memory)
+
+
+def _resolve_id(
+    asked: str, environ: Mapping[str, str], names: NameLookup, memory: Mapping[str, ModelRef] | None
+) -> ModelRef:
+    """Find the snapshot of a short name or of an id of the hub. Raises CliError."""
+    text = full_name(asked)
     match = HUB_ID.fullmatch(text)
     if match is None:
         raise CliError(

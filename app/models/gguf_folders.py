@@ -122,16 +122,8 @@ def folder_of(
     """
     file = Path(os.path.abspath(expand_home(file)))  # noqa: PTH100 - links of a snapshot keep their names
     try:
-        stamp, problem, is_asked = _stamp(file), "", projector is not None
-        if projector is None:
-            if beside is None:
-                beside = [each for each in file.parent.glob("*.gguf") if is_projector(each.name)]
-            chosen, problem = choose_projector(file.name, [str(each) for each in beside])
-            projector = None if chosen is None else Path(chosen)
-        elif projector == NO_PROJECTOR:
-            projector, problem = None, "it was loaded without a projector file (--mmproj none)"
-        if projector is not None:
-            projector = Path(os.path.abspath(expand_home(projector)))  # noqa: PTH100
+        stamp, is_asked = _stamp(file), projector is not None
+        projector, problem = _find_projector(file, projector, beside)
         place = home / _digest(stamp)[:12]
         if projector is not None or problem:
             own = _stamp(projector) if projector else problem
@@ -152,6 +144,19 @@ def folder_of(
             f"the file must be readable, and {home} writable with some space",
             Exit.FAILED,
         ) from None
+
+
+def _find_projector(file: Path, asked: Path | None, beside: Sequence[Path] | None) -> tuple[Path | None, str]:
+    """Return the projector file, or the reason why there is none, empty where none is missed."""
+    if asked == NO_PROJECTOR:
+        return None, "it was loaded without a projector file (--mmproj none)"
+    problem = ""
+    if asked is None:
+        if beside is None:
+            beside = [each for each in file.parent.glob("*.gguf") if is_projector(each.name)]
+        chosen, problem = choose_projector(file.name, [str(each) for each in beside])
+        asked = None if chosen is None else Path(chosen)
+    return None if asked is None else Path(os.path.abspath(expand_home(asked))), problem  # noqa: PTH100
 
 
 def folder_with_projector(file: Path, projector: Path, home: Path | None) -> Path:

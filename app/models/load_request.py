@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from llmbox.engine.config import AUTO, EngineConfig, UseMTP, parse_disaggregate
@@ -61,25 +61,13 @@ class ModelRequest:
         def value(key: str) -> Any:
             return given.get(f"model.{key}", getattr(defaults, key))
 
-        memory, host = value("memory"), value("kv_host_memory")
-        options = {name: value(name) for name in _SAME}
-        if options["device"] == "auto" and self._is_bidirectional():
-            options["device"] = "cpu"
+        config = _engine_config(value, str(self.ref.path), check_name(self.served_name))
         draft = value("draft")
-        return EngineConfig(
-            model_path=str(self.ref.path),
-            name=check_name(self.served_name),
-            context=value("ctx"),
-            memory_bytes=None if memory is None else int(memory * 1e9),
-            kv_host_bytes=None if host is None else int(host * 1e9),
-            overlap=None if value("overlap") else False,
-            draft_path=str(resolve(draft, os.environ).path) if draft and draft not in _MTP else None,
-            mtp=_MTP.get(draft, "auto"),
-            lora_bytes=int(value("lora_memory") * 1e9),
-            disaggregate=parse_disaggregate(value("disaggregate")),
-            auto_disaggregate=value("disaggregate") == AUTO,
-            **options,
-        )
+        if draft and draft not in _MTP:
+            config = replace(config, draft_path=str(resolve(draft, os.environ).path))
+        if config.device == "auto" and self._is_bidirectional():
+            config = replace(config, device="cpu")
+        return config
 
     def _is_bidirectional(self) -> bool:
         """Return True for an encoder, which runs on the CPU of a machine with GPUs too."""
@@ -89,6 +77,31 @@ class ModelRequest:
             return parse_config(self.ref.path).is_bidirectional
         except EngineError:  # loading says why
             return False
+
+
+def default_engine(settings: ModelSettings) -> EngineConfig:
+    """Return the engine's configuration of a model that is loaded without flags, but for the model itself and
+    its draft model.
+    """
+    return _engine_config(lambda key: getattr(settings, key), "", "")
+
+
+def _engine_config(value: Callable[[str], Any], path: str, name: str) -> EngineConfig:
+    """Convert settings of a model. `value` returns one by its short key. No draft model is set."""
+    memory, host = value("memory"), value("kv_host_memory")
+    return EngineConfig(
+        model_path=path,
+        name=name,
+        context=value("ctx"),
+        memory_bytes=None if memory is None else int(memory * 1e9),
+        kv_host_bytes=None if host is None else int(host * 1e9),
+        overlap=None if value("overlap") else False,
+        mtp=_MTP.get(value("draft"), "auto"),
+        lora_bytes=int(value("lora_memory") * 1e9),
+        disaggregate=parse_disaggregate(value("disaggregate")),
+        auto_disaggregate=value("disaggregate") == AUTO,
+        **{key: value(key) for key in _SAME},
+    )
 
 
 def show_pair(pair: tuple[int, int] | None) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CliError, Exit
-from ..util.atomic_file import locked
+from ..util.atomic_file import locked, write_whole
 from ..util.formatting import did_you_mean
 
 Purpose = Literal["chat", "code", "vision", "embedding", "reranking", "tiny"]
@@ -96,8 +96,6 @@ def read_hub_facts(file: Path) -> dict[str, HubFacts]:
 def keep_hub_facts(file: Path, found: Mapping[str, HubFacts]) -> None:
     """Keep facts beside those of an earlier time. Raises OSError."""
     import msgspec  # noqa: PLC0415 - the command line starts without it
-
-    from ..util.atomic_file import write_whole  # noqa: PLC0415 - used after a refresh alone
 
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_whole(file, msgspec.json.encode(read_hub_facts(file) | dict(found)))
@@ -255,16 +253,14 @@ class Registry:
         with locked(self._file.with_suffix(".lock")):
             before = self.read()
             names = edit(before)
-            fresh = self._file.with_suffix(".new")
+            data = asdict(names)
+            kept = {name: data[name] for name in ("aliases", "caches", "directories")}
+            for alias in kept["aliases"].values():
+                if not alias["adapter"]:
+                    del alias["adapter"]
             try:
-                kept = {name: value for name, value in asdict(names).items() if name != "gguf_home"}
-                for alias in kept["aliases"].values():
-                    if not alias["adapter"]:
-                        del alias["adapter"]
-                fresh.write_text(json.dumps({"schema": 1, **kept}, indent=1) + "\n")
-                fresh.replace(self._file)
+                write_whole(self._file, f"{json.dumps({'schema': 1, **kept}, indent=1)}\n".encode())
             except OSError as error:
-                fresh.unlink(missing_ok=True)
                 raise CliError(
                     f"cannot write {self._file}",
                     error.strerror or str(error),

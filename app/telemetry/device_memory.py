@@ -1,6 +1,5 @@
-"""Memory by device and model, from one tick, and the KV blocks of loaded models as an image of few cells.
-
-Both dashboards draw the first as a bar. The map of blocks is made only on request.
+"""Memory by device and model, from one tick, which both dashboards draw as a bar; and the KV blocks of loaded
+models in few cells, on request.
 """
 
 import asyncio

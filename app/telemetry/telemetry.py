@@ -135,26 +135,22 @@ class Poller:
 
     def __init__(
         self,
-        engines: EngineManager,
+        telemetry: "Telemetry",
         gateway: Gateway,
-        events: Events,
-        history: History,
-        engine_reader: EngineReader,
-        error_rates: ErrorRates,
-        *,
-        gpus: GpuReader,
         host: HostReader,
+        *,
         timeout: float = TIMEOUT_S,
     ) -> None:
         self.last = Tick(time=0.0)
-        self._engines, self._gateway, self._events = engines, gateway, events
-        self._history, self._engine_reader = history, engine_reader
-        self._latencies, self._error_rates = engine_reader.latencies, error_rates
-        self._gpus, self._host = gpus, host
+        self._telemetry, self._gateway, self._host = telemetry, gateway, host
+        self._engines, self._events, self._gpus = telemetry.engines, telemetry.events, telemetry.gpus
         self._gpu_guard: TimedReader[Gpus] = TimedReader("telemetry-gpu", timeout)
         self._host_guard: TimedReader[Host] = TimedReader("telemetry-host", timeout)
+        self._engine_reader = EngineReader(
+            telemetry.latencies, lambda model: find_target(telemetry.targets, model)
+        )
         self._wake = asyncio.Event()
-        events.on_subscribe = self.wake
+        telemetry.events.on_subscribe = self.wake
 
     def wake(self) -> None:
         """End the idle sleep, because somebody subscribes or a request was opened."""
@@ -192,7 +188,7 @@ class Poller:
         supervisors = [model.supervisor for model in self._engines.models()] + self._engines.loading()
         engines = self._engine_reader.read(supervisors, gpus)
         readiness = self._engines.readiness()
-        error_rates = self._error_rates.read()
+        error_rates = self._telemetry.error_rates.read()
         requests = self._gateway.in_flight() if self._events.subscribers else []
         tick = Tick(
             time=time.time(),
@@ -206,7 +202,7 @@ class Poller:
             requests=tuple(requests[:MOST_REQUESTS]),
         )
         self.last = msgspec.structs.replace(tick, attention=find_alerts(tick))
-        self._history.add(tick.time, series_of(tick))
+        self._telemetry.history.add(tick.time, series_of(tick))
         if self._events.subscribers:
             self._events.publish("tick", msgspec.structs.asdict(self.last), remember=False)
         return self.last
@@ -242,7 +238,8 @@ class Poller:
     def _totals(
         self, engines: tuple[EngineSnapshot, ...], open_requests: int, error_rates: tuple[ErrorRate, ...]
     ) -> Totals:
-        ttft, tpot = self._latencies.of()
+        latencies = self._telemetry.latencies
+        ttft, tpot = latencies.of()
         blocks = sum(engine.blocks_total for engine in engines)
         live = sum(engine.blocks_live for engine in engines)
         hits = [engine.prefix_hit for engine in engines if engine.prefix_hit is not NA]
@@ -258,8 +255,8 @@ class Poller:
             tpot_p95=tpot.p95,
             kv_used=live / blocks if blocks else NA,
             prefix_hit=sum(hits) / len(hits) if hits else NA,
-            requests=self._latencies.requests,
-            failed=self._latencies.failed,
+            requests=latencies.requests,
+            failed=latencies.failed,
             error_rate=total_rate(error_rates),
         )
 
@@ -344,27 +341,17 @@ class Telemetry:
         self.error_rates = ErrorRates()
         self.profiler = DaemonProfiler()
         self.feed = RequestFeed(events, self.latencies, self.error_rates)
-        self._engines, self._events = engines, events
+        self.engines, self.events, self.gpus = engines, events, gpus or GpuReader()
         events.on_publish = self.marks.take
         self.targets = targets
-        self._gpus = gpus or GpuReader()
         self._log_feed: LogFeed | None = None
         self._task: asyncio.Task[None] | None = None
         self.poller: Poller | None = None
 
     def start(self, gateway: Gateway, paths: Paths) -> None:
-        self.poller = Poller(
-            self._engines,
-            gateway,
-            self._events,
-            self.history,
-            EngineReader(self.latencies, lambda model: find_target(self.targets, model)),
-            self.error_rates,
-            gpus=self._gpus,
-            host=HostReader(paths.state_dir),
-        )
+        self.poller = Poller(self, gateway, HostReader(paths.state_dir))
         self.feed.wake_poller = self.poller.wake
-        self._log_feed = LogFeed(self._events, asyncio.get_running_loop())
+        self._log_feed = LogFeed(self.events, asyncio.get_running_loop())
         logging.getLogger().addHandler(self._log_feed)
         self._task = asyncio.create_task(self.poller.run(), name="telemetry")
 

@@ -146,10 +146,11 @@ def build_pooling_generation(
     pooling: Pooling | None = None,
     prompt_param: str = "input",
 ) -> Generation:
-    """Build a pooling generation. `pooling` holds for decoders: of an encoder the head runs, or the pooling
-    that its folder declares. None: vectors as the folder declares them.
+    """Build a generation that pools. `pooling`: that of a decoder, or None for the one that its folder
+    declares; an encoder always runs its head, or the pooling that its folder declares. `prefix`: of the
+    answer's id.
 
-    `prefix`: of the answer's id. Raises ApiError 400.
+    Raises ApiError 400 for a model that makes no vectors, where `pooling` is None.
     """
     info = model.info
     if pooling is None:

@@ -48,7 +48,7 @@ from .unsupported import refuse_unsupported
 
 
 class PooledAnswer(Struct, kw_only=True):
-    """Fields of answers to them and to `/pooling`."""
+    """Fields of answers to `/score`, `/classify` and `/pooling`."""
 
     id: str
     object: Literal["list"] = "list"
@@ -121,7 +121,7 @@ class ScoreCall:
 
 
 async def prepare_score(call: RequestContext, body: ScoreRequest) -> ScoreCall:
-    """Check a score request and build its generations. Raises ApiError for every error that can be found
+    """Check a score request and build its generation. Raises ApiError for every error that can be found
     before the engine has the request.
     """
     left, right = (_texts(body, name) for name in ("text_1", "text_2"))

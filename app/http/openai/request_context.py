@@ -57,11 +57,7 @@ class RequestContext:
     """Body as it was sent."""
     receive: Receive | None = None
     """Channel that reports the end of the connection; None where no client waits."""
-    arrived: float = field(default_factory=time.monotonic)
-    clock: ExchangeClock = field(default_factory=ExchangeClock)
-
-    def __post_init__(self) -> None:
-        self.clock.arrived = self.arrived
+    clock: ExchangeClock = field(default_factory=lambda: ExchangeClock(arrived=time.monotonic()))
 
     @classmethod
     async def of(cls, request: StrictRequest) -> "RequestContext":
@@ -72,7 +68,7 @@ class RequestContext:
         if clock.trace is None:
             headers = request.headers.getall("traceparent", [])
             clock.trace = services.gateway.tracer.begin(headers, request.scope.get("server"))
-        return cls(
+        call = cls(
             services,
             request.scope["path"],
             request_id(request),
@@ -83,6 +79,8 @@ class RequestContext:
             receive=request.receive if posted else None,
             clock=clock,
         )
+        clock.arrived = time.monotonic()
+        return call
 
     @property
     def gateway(self) -> Gateway:
@@ -336,7 +334,7 @@ class Deadlines:
 
 def _at(call: RequestContext, asked: float | None, most: float) -> float | None:
     seconds = [value for value in (asked, most or None) if value is not None]
-    return call.arrived + min(seconds) if seconds else None
+    return call.clock.arrived + min(seconds) if seconds else None
 
 
 def check_prompts(prompts: list[list[int]], param: str, model: LoadedModel) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from litestar.types import ASGIApp, Message, Receive, Send
 
+from ...config.settings import LimitSettings
 from ...errors import ApiError
 from ...gateway.request_times import ExchangeClock
 from ...lifecycle.drain import Drain, shutting_down
@@ -123,19 +124,13 @@ class SecurityMiddleware:
         self,
         app: ASGIApp,
         hosts: HostList,
-        body_bytes: int,
+        cors: Cors,
+        limits: LimitSettings,
         drain: Drain,
-        cors: Cors | None = None,
-        file_bytes: int = 0,
-        image_body_bytes: int = 0,
     ) -> None:
-        self._app = app
-        self._hosts = hosts
-        self._cors = cors or Cors()
-        self._body_bytes = body_bytes
-        self._file_bytes = file_bytes or body_bytes
-        self._image_body_bytes = max(image_body_bytes, body_bytes)
-        self._drain = drain
+        self._app, self._hosts, self._cors, self._drain = app, hosts, cors, drain
+        self._body_bytes, self._file_bytes = limits.body_bytes, limits.file_bytes
+        self._image_body_bytes = max(limits.image_body_bytes, limits.body_bytes)
         self._pacer = RequestPacer()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:

@@ -105,16 +105,13 @@ def error_event(error: ApiError) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SseOptions:
-    """Timing and buffer of a stream. `first_comment` and `keep_alive` are seconds of silence; `buffer_bytes`
-    bounds unsent events (default: `limits.stream_buffer_bytes`, half of it here and half on its way to the
-    socket).
+    """Timing and framing of a stream. `first_comment` and `keep_alive` are seconds of silence.
 
     An `endless` stream does not end by itself: it is closed when a drain begins, without `last`.
     """
 
     first_comment: float = 1.0
     keep_alive: float = 4.5
-    buffer_bytes: int | None = None
     last: bytes = DONE
     error: Callable[[ApiError], bytes] = error_event
     comment: bytes = COMMENT
@@ -141,8 +138,8 @@ class EventStreamResponse(Response[Any]):
         self.options = options
 
     def to_asgi_response(self, app: Any = None, request: Any = None, **_: Any) -> Any:  # noqa: ARG002
-        room = self.options.buffer_bytes or request.app.state.stream_buffer_bytes
-        return EventStream(self.source, self.options, room // 2)
+        room = request.app.state.stream_buffer_bytes // 2  # the other half is on its way to the socket
+        return EventStream(self.source, self.options, room)
 
 
 class EventStream:

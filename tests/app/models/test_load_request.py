@@ -8,7 +8,7 @@ import pytest
 
 from llmbox.app.config.model_settings import ModelSettings
 from llmbox.app.models.catalog import ModelRef
-from llmbox.app.models.load_request import ModelRequest, options_of, with_draft_path
+from llmbox.app.models.load_request import ModelRequest, default_engine, options_of, with_draft_path
 from llmbox.app.models.registry import recommended
 from llmbox.engine.config import EngineConfig
 
@@ -19,6 +19,14 @@ def test_every_setting_of_models_reaches_the_engine() -> None:
     """All of them are told back too: `up` compares its flags with them."""
     names = set(ModelSettings.__dataclass_fields__) - {"overrides"}
     assert set(options_of(ModelRequest(REF).config(ModelSettings()))) == names
+
+
+def test_plans_count_with_the_settings_that_a_load_without_flags_has() -> None:
+    settings = replace(
+        ModelSettings(), tp=2, memory=3.0, max_running=4, kv_tokens=4096, draft="mtp", disaggregate="1:1"
+    )
+    loaded = ModelRequest(REF).config(settings)
+    assert default_engine(settings) == replace(loaded, model_path="", name="")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25])

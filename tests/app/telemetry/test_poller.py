@@ -9,11 +9,9 @@ from llmbox.app.engines.queue_model import QueueModel
 from llmbox.app.events import Events
 from llmbox.app.store.record import LiveRequest, RequestRecord
 from llmbox.app.telemetry import telemetry
-from llmbox.app.telemetry.engine_rates import EngineReader, ErrorRates, Latencies
 from llmbox.app.telemetry.gpus import GpuReader, HostReader
-from llmbox.app.telemetry.history import History
 from llmbox.app.telemetry.snapshot import NA, Tick
-from llmbox.app.telemetry.telemetry import Poller
+from llmbox.app.telemetry.telemetry import Poller, Telemetry
 from llmbox.engine.ipc.messages import DraftCounts, EngineStats
 from support.fake_nvml import FakeNvml
 from support.snapshots import live_request
@@ -50,19 +48,17 @@ class FakeEngines:
 
 
 class FakeStore:
-    def submit(self, call) -> bool:
-        call(None)
+    def submit(self, _, *, failed) -> bool:
+        failed("there is no disk")
         return True
 
 
 class Scene:
     def __init__(self, tmp_path, nvml=None) -> None:
         self.events, self.gateway, self.engines = Events(), FakeGateway(), FakeEngines()
-        self.latencies, self.error_rates = Latencies(), ErrorRates()
-        self.poller = Poller(
-            self.engines, self.gateway, self.events, History(FakeStore()), EngineReader(self.latencies),
-            self.error_rates, gpus=GpuReader(nvml or FakeNvml()), host=HostReader(tmp_path), timeout=60.0,
-        )  # fmt: skip
+        telemetry = Telemetry(self.engines, self.events, FakeStore(), GpuReader(nvml or FakeNvml()))
+        self.latencies, self.error_rates = telemetry.latencies, telemetry.error_rates
+        self.poller = Poller(telemetry, self.gateway, HostReader(tmp_path), timeout=60.0)
 
 
 async def test_a_tick_tells_rates_of_counters(tmp_path):

@@ -46,7 +46,7 @@ def test_configured_limits_hold_while_a_model_loads(limits, code):
 
 def test_a_requests_own_limits_go_before():
     call = context(request_timeout=60.0)
-    assert code_of(call, Deadlines(None, call.arrived + 0.01)) == "first_token_timeout"
+    assert code_of(call, Deadlines(None, call.clock.arrived + 0.01)) == "first_token_timeout"
 
 
 def test_a_background_request_waits_for_its_model():
