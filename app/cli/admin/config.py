@@ -22,10 +22,13 @@ from ..root import CommandGroup
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print a shell's completion script.
+    """Print a shell's completion script, for a file that the shell reads.
 
-    For bash: llmbox completion bash > ~/.local/share/bash-completion/completions/llmbox
-    """
+    \b
+    bash  llmbox completion bash > ~/.local/share/bash-completion/completions/llmbox
+    zsh   llmbox completion zsh > ~/.zfunc/_llmbox, where ~/.zfunc is in $fpath before compinit
+    fish  llmbox completion fish > ~/.config/fish/completions/llmbox.fish
+    """  # noqa: D301 - click's mark of lines to leave as they are
     kind = get_completion_class(shell)
     assert kind is not None
     output.write(kind(context.find_root().command, {}, "llmbox", "_LLMBOX_COMPLETE").source())

@@ -150,7 +150,7 @@ def _endpoint(program: Program, wanted: str | None) -> Endpoint:
     names = [each["id"] for each in listed]
     if wanted is not None and wanted not in names:
         raise CliError(
-            f"no model {wanted}", f"there are {', '.join(names) or 'none'}", "llmbox ls", Exit.NOT_FOUND
+            f"no model {wanted}", f"the models are: {', '.join(names) or 'none'}", "llmbox ls", Exit.NOT_FOUND
         )
     if not names:
         raise CliError("there is no model to use", "none is loaded", "llmbox load MODEL", Exit.NOT_FOUND)

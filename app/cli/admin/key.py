@@ -141,7 +141,7 @@ def add(program: Program, /, *, as_json: bool, **fields: Any) -> None:
     try:
         spec = msgspec.convert(fields, KeySpec)
     except msgspec.ValidationError as error:
-        raise _bad(fields["name"], str(error)) from None
+        raise bad_key(fields["name"], str(error)) from None
     program.paths.create()
     made, secret = _store(program).add(spec)
     _print_secret(program, made, secret, as_json=as_json)
@@ -168,7 +168,7 @@ def set_(program: Program, /, *, name: str, as_json: bool, **limits: Any) -> Non
     try:
         change = msgspec.convert(given, KeyChange)
     except msgspec.ValidationError as error:
-        raise _bad(name, str(error), "change") from None
+        raise bad_key(name, str(error), "change") from None
     changed = _store(program).change(name, change)
     if as_json:
         output.write_json("key", {"key": _view(program, changed)})
@@ -314,7 +314,7 @@ def _used(program: Program) -> "LastUsed":
     return LastUsed(program.paths.keys_used_file)
 
 
-def _bad(name: str, why: str, verb: str = "make") -> CliError:
+def bad_key(name: str, why: str, verb: str = "make") -> CliError:
     text, _, place = why.partition(" - at ")
     field = place.strip("`$.").partition("[")[0]
     if field == "name":

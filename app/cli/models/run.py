@@ -290,7 +290,7 @@ def _chat(program: Program, talk: ChatSession) -> None:
             except KeyboardInterrupt:
                 output.say("\n/bye or Ctrl-D ends the chat.")
                 continue
-            if question == "/bye":
+            if question in {"/bye", "/exit", "/quit"}:  # the words of other programs too
                 return
             if not talk.image_problem and not question.startswith("/image "):
                 question, paths = split_image_paths(question)

@@ -28,7 +28,7 @@ from ...lifecycle.instance import RunningDaemon, find_running
 from ...lifecycle.program import Command, Program, json_option, pass_program
 from ...util.atomic_file import write_whole
 from .. import output
-from ..admin.key import forget_stored, revoke
+from ..admin.key import bad_key, forget_stored, revoke
 from ..output import require_consent
 from .lifecycle import restart_daemon
 from .up import sign_in_link
@@ -180,9 +180,7 @@ def _take_key(program: Program, name: str) -> tuple[str, str]:
     try:
         spec = msgspec.convert({"name": name, "scopes": ["infer"]}, KeySpec)
     except msgspec.ValidationError as error:
-        raise CliError(
-            f"no key can be named {name[:64]!r}", str(error)[:200], "llmbox key --help", Exit.USAGE
-        ) from None
+        raise bad_key(name, str(error)) from None
     return name, store.add(spec)[1]
 
 

@@ -259,7 +259,9 @@ def _needs_key(access: Access) -> ApiError:
         return unauthorized(
             "This route needs a key with the scope 'admin', a signed-in session, or the unix socket."
         )
-    return unauthorized("This server needs an API key: Authorization: Bearer sk-llmbox-…")
+    return unauthorized(
+        "This server needs an API key, which `llmbox key add NAME` makes: Authorization: Bearer sk-llmbox-…"
+    )
 
 
 def _to_sign_in(connection: ASGIConnection[Any, Any, Any, Any]) -> ApiError:

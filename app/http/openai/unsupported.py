@@ -36,6 +36,11 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 """Values that request the default behavior. null and absence always do."""
 
 _REASONS = {
+    "functions": "Send 'tools', which replaced it.",
+    "function_call": "Send 'tool_choice', which replaced it.",
+    "web_search_options": "This server does not search the web: let the client do it, as a tool.",
+    "audio": "Only text is generated.",
+    "documents": "Put them into a message.",
     "use_beam_search": "Answers are drawn: 'n' gives several, 'temperature' 0 the greedy one.",
     "chat_template": "Only the model's own chat template is used.",
     "truncate_prompt_tokens": "Documents are never cut: one over the context gets an error instead.",
@@ -79,7 +84,7 @@ def refuse_unsupported(request: msgspec.Struct, inside: str = "") -> None:
     for name in _refusable(type(request)):
         value = getattr(request, name)
         if value is not None and not _harmless(name, value):
-            reason = _REASONS.get(name, "This server does not support it yet.")
+            reason = _REASONS.get(name, "Leave it out.")
             raise unsupported_parameter(
                 inside + name, f"The value of '{inside}{name}' is not supported. {reason}"
             )

@@ -316,7 +316,7 @@ def test_every_option_says_what_it_does_and_what_it_takes(name: str):
 
 def test_a_typo_in_pull_is_told_before_a_daemon_is_started(llmbox, tmp_path: Path):
     code, _, err = llmbox("pull", "lama3.2:1b")
-    assert (code, "did you mean llama3.2:1b?" in err) == (Exit.FAILED, True)
+    assert (code, "did you mean llama3.2:1b?" in err) == (Exit.NOT_FOUND, True)
     assert "Starting" not in err
     assert not (tmp_path / "data").exists()
 
@@ -324,7 +324,7 @@ def test_a_typo_in_pull_is_told_before_a_daemon_is_started(llmbox, tmp_path: Pat
 def test_a_typo_in_pull_is_told_in_the_same_way_while_a_daemon_runs(llmbox, monkeypatch):
     monkeypatch.setattr("llmbox.app.cli.models.pull.find_running", lambda _paths: object())
     code, _, err = llmbox("pull", "lama3.2:1b")
-    assert (code, "did you mean llama3.2:1b?" in err) == (Exit.FAILED, True)
+    assert (code, "did you mean llama3.2:1b?" in err) == (Exit.NOT_FOUND, True)
 
 
 def test_a_mistyped_choice_is_answered_with_the_nearest(llmbox):

@@ -195,7 +195,7 @@ def test_ctrl_c_before_the_new_daemon_is_up_leaves_nothing(llmbox, box, monkeypa
     [
         (["--address", "198.51.100.9"], {}, Exit.USAGE, "not a network address of this machine"),
         (["--yes"], {"LLMBOX_SERVER_HOST": "127.0.0.1"}, Exit.CONFLICT, "LLMBOX_SERVER_HOST sets it"),
-        (["--yes", "--key", "no good"], {}, Exit.USAGE, "no key can be named"),
+        (["--yes", "--key", "no good"], {}, Exit.USAGE, "at most 64 letters"),
         ([], {}, Exit.USAGE, "confirm with --yes"),
         (["--off"], {}, Exit.NOT_FOUND, "not shared"),
     ],

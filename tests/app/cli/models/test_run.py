@@ -91,6 +91,14 @@ def test_pictures_of_a_question_that_fails_are_kept_and_told(
     assert talk.num_images == 0
 
 
+@pytest.mark.parametrize("word", ["/bye", "/exit", "/quit"])
+def test_a_chat_ends_by_the_words_of_other_programs_too(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = iter([word])  # a second question would raise StopIteration
+    monkeypatch.setattr(run, "_line_editing", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    run._chat(SimpleNamespace(), session())
+
+
 def test_a_model_that_sees_nothing_says_why() -> None:
     for served, why in (
         ({"info": {"image_problem": "it has no tower"}}, "no tower"),

@@ -55,6 +55,20 @@ def test_lookalikes_do_not(name, value):
     assert caught.value.param == name
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("functions", [{}], "'tools'"),
+        ("function_call", "auto", "'tool_choice'"),
+        ("verbosity", "low", "Leave it"),
+    ],
+)
+def test_a_refusal_says_what_to_send_instead(name, value, instead):
+    with pytest.raises(ApiError) as caught:
+        refuse_unsupported(ChatCompletionRequest(messages=[], **{name: value}))
+    assert instead in caught.value.message
+
+
 def test_unknown_fields_are_named_with_their_place():
     assert unknown_fields(Message, {"role": "user", "mood": 1}, "messages[].") == [
         "Unknown field 'messages[].mood' was ignored."
