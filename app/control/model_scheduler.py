@@ -87,7 +87,7 @@ class ModelScheduler:
         self._memory = ResidentModels(engines)
         self._wanted: dict[str, asyncio.Task[LoadedModel]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._leaving: set[asyncio.Task[list[int]]] = set()
         self.evicted = EvictedModels()
         self.failed = FailedLoads(deps.clock)
         self.adapters_used: dict[str, float] = {}
@@ -380,7 +380,7 @@ class ModelScheduler:
         if not self._leaving:
             self._arm()
 
-    def _left(self, task: "asyncio.Task[None]") -> None:
+    def _left(self, task: "asyncio.Task[list[int]]") -> None:
         self._leaving.discard(task)
         if not self._leaving and not task.cancelled():
             self._arm()
