@@ -180,7 +180,10 @@ class World:
             device=lambda _: "cpu",
             budgets=lambda *_: (scenario.memory,),
             sizes=lambda *_: MemoryNeed(
-                "cpu", (MemoryRequest((0,), MODEL_BYTES, MODEL_BYTES),), (scenario.memory,)
+                "cpu",
+                (MemoryRequest((0,), MODEL_BYTES, MODEL_BYTES),),
+                (scenario.memory,),
+                available=scenario.memory * (len(scenario.requests) % 2),  # for both at once, in half of all
             ),
         )
         self.events = Events()

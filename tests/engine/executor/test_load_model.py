@@ -9,6 +9,7 @@ import torch
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DeviceError
+from llmbox.engine.executor import rank_engine
 from llmbox.engine.executor.build import load_engine
 from llmbox.engine.executor.load_model import delta_or_none, memory_in_use
 from llmbox.kernels.cpu.build import NativeUnavailable
@@ -42,6 +43,23 @@ def test_weights_and_pool_are_as_planned(tmp_path: Path, shape: dict[str, Any], 
     held = sum(tensor.untyped_storage().nbytes() for tensor in tensors(engine).values())
     assert held == pytest.approx(info.weights_bytes + info.kv_bytes, rel=0.01)
     assert info.measured_weights_bytes is not None
+
+
+def test_kv_memory_is_touched_after_the_end_of_the_engines_that_leave(tmp_path: Path, monkeypatch):
+    """The weights are there by then: they wait for nobody."""
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    order: list[str] = []
+
+    def noting(name: str, does: Any) -> Any:
+        return lambda *args, **options: (order.append(name), does(*args, **options))[1]
+
+    for name in ("load_weights", "_make_cpu_runner"):
+        monkeypatch.setattr(rank_engine, name, noting(name, getattr(rank_engine, name)))
+    monkeypatch.setattr(rank_engine, "await_exits", lambda pids, _: order.append(f"ends of {pids}"))
+    place = make_tiny_model(tmp_path / "m", tokenizer=False)
+    options = {"device": "cpu", "kv_tokens": 512, "threads": 1, "memory_after": (1234567,)}
+    load_engine(EngineConfig(model_path=str(place), name="m", **options), lambda _: None)
+    assert order == ["load_weights", "ends of (1234567,)", "_make_cpu_runner"]
 
 
 def tensors(root: Any) -> dict[int, torch.Tensor]:

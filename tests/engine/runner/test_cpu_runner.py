@@ -11,6 +11,7 @@ import torch
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.core.request import Request
 from llmbox.engine.core.step import StepPlan
+from llmbox.engine.device.device import HostDevice
 from llmbox.engine.errors import DeviceError, DoesNotFit, EngineError
 from llmbox.engine.executor.build import load_engine
 from llmbox.engine.ipc.messages import Progress
@@ -263,6 +264,25 @@ def test_a_block_keeps_what_it_holds():
     ops.clear_blocks(cache, [1, 6])
     assert [int(memory[:, block].sum() == 0) for block in range(8)] == [0, 1, 0, 0, 0, 0, 1, 0]
     ops.clear_blocks(cache, [])
+
+
+@pytest.mark.process  # a compiler, where the kernels are not in the cache
+@pytest.mark.parametrize("native", [True, False])
+def test_a_block_of_all_layers_goes_out_and_comes_back_alone(native):
+    ops = load_backend("cpu").ops()
+    if not native:
+        ops = replace(ops, copy_runs=None)
+    cache = ops.make_kv_cache(KVShape(3, 8, 16, 2, 32, torch.bfloat16, torch.bfloat16), torch.device("cpu"))
+    (memory,) = ops.block_tensors(cache)
+    memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
+    before, blocks = memory.clone(), ModelCaches(ops, cache).memory(HostDevice())
+    data = blocks.make_buffer(blocks.sizes["kv"])
+    blocks.save("kv", 5, data)
+    assert bytes(data) == bytes(before[:, 5].flatten().tolist())
+    assert torch.equal(memory, before)
+    blocks.load("kv", 2, data)
+    before[:, 2] = before[:, 5]
+    assert torch.equal(memory, before)
 
 
 def decoding(count, end, seed=0):

@@ -5,9 +5,11 @@ import shutil
 import struct
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from llmbox.engine.core import engine as engine_module
 from llmbox.engine.core.kv_cache import tiers
 from llmbox.engine.core.kv_cache.prefix_cache import extend_hashes
 from llmbox.engine.core.kv_cache.state_manager import pool_blocks
@@ -110,6 +112,39 @@ def test_what_memory_evicted_comes_back_from_disk(tmp_path, engines):
     write_out(engine.tiers)
     serve(engine, [make_request("other", range(200, 236))])
     assert serve(engine, [make_request("again", range(100, 132))]) == 24
+
+
+@pytest.mark.parametrize(
+    ("arrived", "is_ended", "is_full", "looks"),
+    [
+        (0, False, False, False),
+        (7, False, False, False),
+        (8, False, False, True),
+        (1, True, False, True),
+        (1, False, True, True),
+    ],
+)
+def test_an_idle_engine_looks_again_for_several_blocks(
+    tmp_path, engines, monkeypatch, arrived, is_ended, is_full, looks
+):
+    """For each block it took the interpreter from the thread that reads, for longer than that one needs."""
+    tiers, asked = engines(tmp_path).tiers, []
+    job = SimpleNamespace(arrived=[None] * arrived, is_ended=is_ended)
+    monkeypatch.setattr(tiers.reads, "_reading", {"r": SimpleNamespace(job=job, held=[])})
+    monkeypatch.setattr(BlockStore, "is_full", is_full)
+    monkeypatch.setattr(BlockStore, "wait", lambda _self, seconds, until: asked.append((seconds, until())))
+    tiers.reads.wait(0.005)
+    assert asked == [(0.005, looks)]
+
+
+def test_a_reader_whose_buffers_are_full_has_its_blocks_taken(tmp_path, engines, monkeypatch):
+    """Else each of few buffers would wait for the longest time that an engine is idle."""
+    first = engines(tmp_path)
+    serve(first, [make_request("first", range(100, 132))])
+    first.close()
+    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 10 * SECONDS)
+    second = engines(tmp_path, store={"queue_bytes": 1})
+    assert serve(second, [make_request("again", range(100, 132))]) == 28
 
 
 @pytest.mark.parametrize("count", [40, nightly(3_500)])
