@@ -14,7 +14,6 @@ from .attention import (
     granite_scales,
     interleaved_sparse_latent,
     one_window,
-    sparse_extra_params,
     sparse_latent,
     sparse_sizes,
     types_by_pattern,
@@ -90,7 +89,6 @@ _DEEPSEEK_V32 = replace(
     defaults={**DEEPSEEK_V3.defaults, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64},
     sizes=sparse_sizes,
     latent=sparse_latent,
-    extra_params=sparse_extra_params,
     own_code="",
     mtp=None,
 )

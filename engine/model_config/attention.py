@@ -200,10 +200,6 @@ class IndexConfig:
     is_interleaved: bool
     """True if neighboring dimensions are rotated together; else those of two halves."""
 
-    def parameters(self, hidden: int, q_rank: int) -> int:
-        """Return the number of parameters of one indexer."""
-        return self.dim * (self.heads * q_rank + hidden + 2) + self.heads * hidden
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
@@ -310,13 +306,6 @@ def _indexed_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
 def sparse_sizes(fields: Fields) -> dict[str, Any]:
     """Do as `deepseek_sizes` for MLA with an indexer."""
     return {"head_dim": sparse_latent(fields).width, "num_key_value_heads": 1}
-
-
-def sparse_extra_params(fields: Fields) -> tuple[int, int]:
-    latent = sparse_latent(fields)
-    assert latent.index is not None
-    each = latent.index.parameters(fields.integer("hidden_size"), latent.q_rank)
-    return 0, sum(latent.index.layers) * each
 
 
 def deepseek_sizes(fields: Fields) -> dict[str, Any]:
