@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..architecture import Architecture, as_it_is
-from ..attention import deepseek_latent, deepseek_scales, deepseek_sizes, falcon_h1_scales, granite_scales
+from ..attention import falcon_h1_scales, granite_scales
 from ..moe import (
     StackedExperts,
     deepseek_v3_experts,
@@ -46,7 +46,6 @@ from ..recurrent.families import (
     refuse_other_nemotron,
 )
 from ..rope import (
-    deepseek_rope,
     interleaved_rope,
     no_rope,
     one_rope,
@@ -56,6 +55,7 @@ from ..rope import (
     rope_of_texts,
     ropes_by_type,
 )
+from .deepseek import deepseek_latent, deepseek_rope, deepseek_scales, deepseek_sizes
 
 LING_NAMES: Mapping[str, str] = {
     "max_position_embeddings": "model_max_length",

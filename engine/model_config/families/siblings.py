@@ -9,9 +9,6 @@ from ..attention import (
     FULL,
     SLIDING,
     Windows,
-    deepseek_latent,
-    deepseek_scales,
-    deepseek_sizes,
     granite_scales,
     hyperclova_scales,
     types_by_pattern,
@@ -36,7 +33,6 @@ from ..recurrent.families import granite_sizes
 from ..rope import (
     LayerRopes,
     RopeConfig,
-    deepseek_rope,
     interleaved_rope,
     olmo3_ropes,
     one_rope,
@@ -352,21 +348,6 @@ SIBLINGS: dict[str, Architecture] = {
         head_dim=128,
         attention_bias=True,
         experts=deepseek_v3_experts,
-    ),
-    "YoutuForCausalLM": Architecture(
-        model_type="youtu",
-        defaults={
-            "tie_word_embeddings": True,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
-        },
-        sizes=deepseek_sizes,
-        latent=deepseek_latent,
-        scales=deepseek_scales,
-        ropes=deepseek_rope,
     ),
 }
 """Siblings by the class name in `architectures` of config.json."""
