@@ -11,7 +11,6 @@ from ..errors import UnsupportedArchitecture
 from .architecture import MISSING, Architecture
 from .attention import (
     cohere_scales,
-    granite_scales,
     one_window,
     types_by_pattern,
     types_where,
@@ -27,10 +26,10 @@ from .families.deepseek import DEEPSEEKS, MISTRAL4
 from .families.gemma import GEMMA_MODELS
 from .families.gemma4 import GEMMA3N_MODELS, GEMMA4_MODELS
 from .families.gpt import GPT_FAMILIES, refuse_options
-from .families.hybrids import HYBRIDS, MULTIMODAL
+from .families.hybrids import HYBRIDS
 from .families.mixtures import MIXTURES
 from .families.others import OTHER_FAMILIES, refuse_clipping
-from .families.siblings import SIBLINGS
+from .families.siblings import SIBLINGS, granite_scales
 from .fields import Fields, show
 from .moe import (
     deepseek_v3_experts,
@@ -323,7 +322,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     **GEMMA3N_MODELS,
     **GEMMA4_MODELS,
     **OTHER_FAMILIES,
-    **MULTIMODAL,
     **{name: replace(_LLAMA, is_nested=True, text_type=kind) for name, kind in LANGUAGE_PARTS.items()},
     **SIBLINGS,
     **MIXTURES,

@@ -1,9 +1,9 @@
-"""Attention in config.json: sliding windows of layers, multi-head latent attention (MLA), multipliers and
-softcaps.
+"""Attention in config.json: types and sliding windows of layers, their sizes, multipliers and softcaps, and
+sizes of multi-head latent attention (MLA).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .fields import MAX_LAYERS, Fields
@@ -254,44 +254,6 @@ def no_scales(_fields: Fields) -> Scales:
 
 def cohere_scales(fields: Fields) -> Scales:
     return Scales(logits=multiplier(fields, "logit_scale"))
-
-
-def granite_scales(fields: Fields) -> Scales:
-    residual = multiplier(fields, "residual_multiplier")
-    return Scales(
-        embedding=multiplier(fields, "embedding_multiplier") / residual,
-        attention=multiplier(fields, "attention_multiplier"),
-        residual=residual,
-        logits=1 / multiplier(fields, "logits_scaling"),
-    )
-
-
-def hyperclova_scales(fields: Fields) -> Scales:
-    """Return the multipliers of a Granite, but for logits, which are multiplied."""
-    found = granite_scales(fields)
-    attention = found.attention if fields.raw.get("attention_multiplier") is not None else None
-    return replace(found, attention=attention, logits=multiplier(fields, "logits_scaling"))
-
-
-def falcon_h1_scales(fields: Fields) -> Scales:
-    """Return the multipliers of Falcon-H1. Those of attention's input and keys multiply its scores."""
-    inside, width = multiplier(fields, "attention_in_multiplier"), fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", fields.integer("hidden_size") // width or None)
-    if inside != 1 and fields.flag("attention_bias", default=False):
-        raise fields.error("attention_in_multiplier with attention_bias is not supported")
-    mamba_in = multiplier(fields, "ssm_in_multiplier")
-    if mamba_in != 1 and fields.flag("mamba_proj_bias", default=False):
-        raise fields.error("ssm_in_multiplier with mamba_proj_bias is not supported")
-    gate, down = multipliers(fields, "mlp_multipliers", 2)
-    return Scales(
-        embedding=multiplier(fields, "embedding_multiplier"),
-        attention=head_dim**-0.5 * multiplier(fields, "key_multiplier") * inside**2,
-        logits=multiplier(fields, "lm_head_multiplier"),
-        mamba_in=tuple(each * mamba_in for each in multipliers(fields, "ssm_multipliers", 5)),
-        mamba_out=multiplier(fields, "ssm_out_multiplier"),
-        attention_out=inside * multiplier(fields, "attention_out_multiplier"),
-        mlp=(gate, down),
-    )
 
 
 def multipliers(fields: Fields, name: str, count: int) -> tuple[float, ...]:

@@ -1,5 +1,5 @@
-"""`Ops` on the C++ kernels: products with packed weights here, other operations in the modules beside it. Each
-method creates one C++ operation and submits it.
+"""`Ops` on the C++ kernels. Products with packed weights are here, other operations in the modules beside it.
+Each method creates one C++ operation and submits it.
 """
 
 import ctypes

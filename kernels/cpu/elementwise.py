@@ -1,6 +1,4 @@
-"""Operations on rows without weights in panels, on the C++ kernels: norms, RoPE, activations, and the streams of
-Gemma 3n.
-"""
+"""Norms, RoPE, activations and other operations on single rows, on the C++ kernels; streams of Gemma 3n."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,4 @@
-"""Mixtures of experts with rules of their own: DeepSeek V3, Cohere 2 MoE, Flint,
-Kolibri 1, Laguna and MiMo V2 Flash.
-"""
+"""Mixtures of experts with rules of their own: Cohere 2 MoE, Flint, Kolibri 1, Laguna and MiMo V2 Flash."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,5 @@
-"""Llama 4, Mistral 4, AFMoE, OLMo 2, MiniCPM 3 and Phi-MoE: defaults, rules and entries of
-`architectures.py`.
+"""Llama 4, AFMoE, Ling 2.0, OLMo 2 and 3, FlexOlmo and Phi-MoE, and the language models of Idefics3, SmolVLM,
+GLM-4V, GLM-OCR and InternVL: defaults, rules and entries of `architectures.py`.
 """
 
 from collections.abc import Mapping
@@ -31,6 +31,7 @@ from ..rope import (
     one_rope,
     partial_rope,
     rope_of_sliding_layers,
+    rope_of_texts,
     rotating_layers,
 )
 
@@ -195,6 +196,24 @@ _OLMO2 = Architecture(
     block="post_norm",
     refuse=refuse_clipping,
 )
+_LLAMA_INSIDE = Architecture(model_type="llama", attention_bias=True, mlp_bias=True, is_nested=True)
+
+
+_GLM_OCR = Architecture(
+    model_type="glm_ocr_text",
+    defaults={"rms_norm_eps": 1e-5},
+    block="sandwich",
+    has_stacked_mlp=True,
+    ropes=rope_of_texts(interleaved_rope),
+    is_nested=True,
+    names={
+        "post_attention_layernorm": "post_self_attn_layernorm",
+        "pre_feedforward_layernorm": "post_attention_layernorm",
+        "post_feedforward_layernorm": "post_mlp_layernorm",
+    },
+)
+_GLM4V = replace(_GLM_OCR, model_type="glm4v_text", qkv_bias=True)
+
 OTHER_FAMILIES: dict[str, Architecture] = {
     "AfmoeForCausalLM": Architecture(
         model_type="afmoe",
@@ -276,4 +295,30 @@ OTHER_FAMILIES: dict[str, Architecture] = {
     "Llama4ForConditionalGeneration": replace(_LLAMA4, is_nested=True),
     "PhimoeForCausalLM": _PHIMOE,
     "PhiMoEForCausalLM": _PHIMOE,
+    "Idefics3ForConditionalGeneration": _LLAMA_INSIDE,
+    "SmolVLMForConditionalGeneration": _LLAMA_INSIDE,
+    "GlmOcrForConditionalGeneration": _GLM_OCR,
+    "Glm4vForConditionalGeneration": _GLM4V,
+    "Glm46VForConditionalGeneration": _GLM4V,
+    "Glm4vMoeForConditionalGeneration": Architecture(
+        model_type="glm4v_moe_text",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "partial_rotary_factor": 0.5,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+        },
+        attention_bias=True,
+        ropes=rope_of_texts(partial_rope),
+        experts=deepseek_v3_experts,
+        is_nested=True,
+    ),
+    "InternVLForConditionalGeneration": Architecture(
+        model_type="internvl", is_nested=True, text_type="qwen2"
+    ),
 }

@@ -1,4 +1,6 @@
-"""Families that differ from others by few rules, as `architectures.py` has the other architectures."""
+"""Families that differ from others by few rules: Arcee, CWM, dots.llm1, K-EXAONE, Granite MoE, Helium,
+Hunyuan, Hy3, HyperCLOVA X, Mellum 2, Ministral, Qwen-VL and Solar Open.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,9 +10,9 @@ from ..architecture import Architecture
 from ..attention import (
     FULL,
     SLIDING,
+    Scales,
     Windows,
-    granite_scales,
-    hyperclova_scales,
+    multiplier,
     types_by_pattern,
     types_where,
     windows_by_type,
@@ -90,6 +92,23 @@ def ropes_by_theta(fields: Fields, head_dim: int, positions: int, layers: int) -
     known = sorted(set(bases), reverse=True)
     ropes = [replace(base, theta=theta) if theta else RopeConfig(rotary_dim=0) for theta in known]
     return tuple(ropes), tuple(known.index(theta) for theta in bases)
+
+
+def granite_scales(fields: Fields) -> Scales:
+    residual = multiplier(fields, "residual_multiplier")
+    return Scales(
+        embedding=multiplier(fields, "embedding_multiplier") / residual,
+        attention=multiplier(fields, "attention_multiplier"),
+        residual=residual,
+        logits=1 / multiplier(fields, "logits_scaling"),
+    )
+
+
+def hyperclova_scales(fields: Fields) -> Scales:
+    """Return the multipliers of a Granite, but for logits, which are multiplied."""
+    found = granite_scales(fields)
+    attention = found.attention if fields.raw.get("attention_multiplier") is not None else None
+    return replace(found, attention=attention, logits=multiplier(fields, "logits_scaling"))
 
 
 def granite_shared_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
