@@ -2,8 +2,9 @@
 against what a model asks for; and single rows of its matrices as Python floats, for code without torch.
 """
 
+import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -199,6 +200,10 @@ class ExpectedTensors:
     def has(self, module: str) -> bool:
         return module in self._below
 
+    def each(self, count: int) -> Iterator[int]:
+        """Iterate over modules of one shape by their numbers."""
+        yield from range(count)
+
     def linears(
         self,
         module: str,
@@ -225,6 +230,42 @@ class ExpectedTensors:
                 self.take(f"{name}.bias", outputs)
             if self._is_quantized:
                 self.take_all(name)
+
+
+class CountedTensors(ExpectedTensors):
+    """Count of the numbers in all tensors that a model asks for, without a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__("", {}, {}, is_quantized=False)
+        self.numbers = 0
+
+    def take(self, _name: str, *shape: int) -> None:
+        self.numbers += math.prod(shape)
+
+    def take_stack(self, _name: str, shape: tuple[int, int, int], biases: int) -> bool:
+        self.numbers += math.prod(shape) + shape[0] * biases
+        return True
+
+    def has(self, _module: str) -> bool:
+        """Return True: one tensor holds as many numbers as those that checkpoints may have in its place."""
+        return True
+
+    def each(self, count: int) -> Iterator[int]:
+        """Yield the first module alone, and count it for all."""
+        before = self.numbers
+        yield 0
+        self.numbers += (count - 1) * (self.numbers - before)
+
+    def linears(
+        self,
+        _module: str,
+        rows: Mapping[str, int],
+        inputs: int,
+        *,
+        bias: bool = False,
+        stacks: Iterable[str] = (),  # noqa: ARG002 - a stack holds as many numbers
+    ) -> None:
+        self.numbers += sum(rows.values()) * (inputs + bias)
 
 
 _BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}

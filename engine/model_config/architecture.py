@@ -27,6 +27,16 @@ MLP side by side, one norm before a layer that is attention or MLP, or LayerNorm
 "parallel_biased" is "parallel" with a bias, "parallel_rms" with an RMS norm, and "parallel_norms" has a
 LayerNorm with a bias for each of the two. "scaled_sandwich" and "altup" are those of Gemma 4 and 3n: norms as
 in "sandwich", then the embedding of the layer, and a scalar or streams (`AltUpConfig`)."""
+_PRE = ("input_layernorm", "post_attention_layernorm")
+_POST = ("post_attention_layernorm", "post_feedforward_layernorm")
+_SANDWICH = (*_POST, "input_layernorm", "pre_feedforward_layernorm")
+NORMS: Mapping[BlockKind, tuple[str, ...]] = {
+    **dict.fromkeys(("pre_norm", "layer_norm", "parallel_norms"), _PRE),
+    "post_norm": _POST,
+    **dict.fromkeys(("sandwich", "scaled_sandwich", "altup"), _SANDWICH),
+    **dict.fromkeys(("parallel", "parallel_biased", "parallel_rms", "single"), ("input_layernorm",)),
+}
+"""Names of a layer's norms, around attention and MLP."""
 BIASED_NORMS: frozenset[BlockKind] = frozenset({"layer_norm", "parallel_biased", "parallel_norms"})
 """Blocks whose norms, and that of the model after the last of them, have biases."""
 AttentionGate = Literal["q_proj", "gate_proj", "g_proj"]
@@ -134,24 +144,12 @@ class EncoderConfig:
             name = re.sub(pattern, replacement, name)
         return name
 
-    def parameters(self, config: "ModelConfig") -> int:
-        """Return the number of parameters to load."""
-        hidden, ffn, norm = config.hidden_size, config.intermediate_size, 1 + self.norm_bias
-        tables = config.vocab_size + self.position_rows + self.type_rows
-        attention = 4 * hidden * hidden + hidden * (3 * config.qkv_bias + config.o_bias)
-        ups = 1 + self.is_gated
-        mlp = (1 + ups) * hidden * ffn + ups * ffn * self.up_bias + hidden * self.down_bias
-        sparse = sum(map(self.has_experts, range(config.num_layers)))
-        experts = self.experts[0] * (2 * hidden * ffn + hidden) + hidden * self.has_expert_bias
-        layers = config.num_layers * (attention + mlp + 2 * norm * hidden) + sparse * (experts - mlp)
-        others = norm * hidden + self.relative_buckets * config.num_heads
-        linears = sum(map(sum, self.task_linears(config).values()))
-        adapted = config.vocab_size + self.type_rows + (1 + (self.type_rows > 0)) * hidden
-        others += len(self.tasks) * self.task_rank * (config.num_layers * linears + adapted)
-        if (head := self.head) is not None:
-            others += hidden * (hidden + head.dense_bias + norm * head.has_norm) + head.labels * (hidden + 1)
-        return tables * hidden + layers + others
 
+UNUSED_OF_ENCODERS = (
+    *("cls.", "lm_head.", "decoder.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
+    *("pooler.", "embeddings.position_ids", "embeddings.token_type_ids", "adapters."),
+)
+"""Tensors of heads that predict words, poolers that no vector passes, buffers, and adapters of tasks."""
 
 EncoderRule = Callable[[Fields], EncoderConfig]
 
@@ -281,8 +279,6 @@ class Architecture(ArchitectureTraits):
     per_layer: Callable[[Fields], tuple[int, int]] = no_extras
     """Rule that returns the width of the embeddings that each layer has, and the tokens that these know."""
     altup: Callable[[Fields], AltUpConfig | None] = no_altup
-    extra_params: Callable[[Fields], tuple[int, int]] = no_extras
-    """Rule that returns `ModelConfig.extra_params`."""
     mtp: MTPStyle | None = None
     """Names of the layer for multi-token prediction that its checkpoints may have; None: they have none, or
     another one."""

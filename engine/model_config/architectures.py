@@ -11,12 +11,7 @@ from ..errors import UnsupportedArchitecture
 from .architecture import MISSING, Architecture
 from .attention import (
     cohere_scales,
-    granite_scales,
-    interleaved_sparse_latent,
     one_window,
-    sparse_extra_params,
-    sparse_latent,
-    sparse_sizes,
     types_by_pattern,
     types_where,
     windows_by_type,
@@ -27,16 +22,16 @@ from .attention import (
 from .encoders.encoder import ENCODERS, encoder_name
 from .encoders.own_code import OWN_CODE_ENCODERS
 from .encoders.pooling import with_head
+from .families.deepseek import DEEPSEEKS, MISTRAL4
 from .families.gemma import GEMMA_MODELS
 from .families.gemma4 import GEMMA3N_MODELS, GEMMA4_MODELS
 from .families.gpt import GPT_FAMILIES, refuse_options
-from .families.hybrids import HYBRIDS, MULTIMODAL
-from .families.mixtures import DEEPSEEK_V3, MIXTURES
-from .families.others import MISTRAL4, OTHER_FAMILIES, refuse_clipping
-from .families.siblings import SIBLINGS
+from .families.hybrids import HYBRIDS
+from .families.mixtures import MIXTURES
+from .families.others import OTHER_FAMILIES, refuse_clipping
+from .families.siblings import SIBLINGS, granite_scales
 from .fields import Fields, show
 from .moe import (
-    deepseek_v2_experts,
     deepseek_v3_experts,
     ernie_experts,
     gpt_oss_experts,
@@ -49,9 +44,6 @@ from .moe import (
     refuse_other_minimax,
 )
 from .rope import (
-    APERTUS_ROPE,
-    GPT_OSS_ROPE,
-    MINISTRAL3_ROPE,
     interleaved_rope,
     interleaved_rope_of_sliding_layers,
     partial_rope,
@@ -71,6 +63,31 @@ def refuse_other_texts(fields: Fields) -> None:
 SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
 """Default for a config.json without the key; null means no sliding window."""
 
+_APERTUS_ROPE: Mapping[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 12000000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_GPT_OSS_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+_MINISTRAL3_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""Defaults of transformers."""
+
 _LLAMA = Architecture(model_type="llama", attention_bias=True, mlp_bias=True)
 _MISTRAL = Architecture(model_type="mistral", defaults=SLIDING, windows=one_window)
 _COHERE = Architecture(
@@ -84,18 +101,6 @@ _COHERE = Architecture(
     qk_norm_flag="use_qk_norm",
     aliases={"rms_norm_eps": "layer_norm_eps"},
 )
-_DEEPSEEK_V32 = replace(
-    DEEPSEEK_V3,
-    model_type="deepseek_v32",
-    defaults={**DEEPSEEK_V3.defaults, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64},
-    sizes=sparse_sizes,
-    latent=sparse_latent,
-    extra_params=sparse_extra_params,
-    own_code="",
-    mtp=None,
-)
-_GLM5 = {"rms_norm_eps": 1e-5, "q_lora_rank": 2048, "n_group": 1, "topk_group": 1, "index_n_heads": 32}
-_KIMI_K25 = replace(DEEPSEEK_V3, is_nested=True, own_code="modeling_kimi_k25.KimiK25ForConditionalGeneration")
 _ERNIE = Architecture(
     model_type="ernie4_5",
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
@@ -127,7 +132,7 @@ _GLM4 = Architecture(
 )
 _MINISTRAL3 = Architecture(
     model_type="ministral3",
-    defaults={"rms_norm_eps": 1e-5, "rope_parameters": MINISTRAL3_ROPE},
+    defaults={"rms_norm_eps": 1e-5, "rope_parameters": _MINISTRAL3_ROPE},
     head_dim=128,
     windows=one_window,
 )
@@ -170,7 +175,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attention_bias": True,
             "sliding_window": 128,
             "rope_theta": 150000.0,
-            "rope_parameters": GPT_OSS_ROPE,
+            "rope_parameters": _GPT_OSS_ROPE,
         },
         head_dim=64,
         activation="swiglu_oai",
@@ -189,48 +194,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         sizes=types_by_pattern,
         windows=windows_by_type,
         ropes=interleaved_rope_of_sliding_layers,
-    ),
-    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
-    "DeepseekV2ForCausalLM": replace(
-        DEEPSEEK_V3,
-        model_type="deepseek_v2",
-        defaults={
-            "q_lora_rank": 1536,
-            "first_k_dense_replace": 0,
-            "n_shared_experts": 2,
-            "num_nextn_predict_layers": 0,
-        },
-        ropes=interleaved_rope,
-        experts=deepseek_v2_experts,
-        own_code="modeling_deepseek.DeepseekV2ForCausalLM",
-        mtp=None,
-    ),
-    "DeepseekV32ForCausalLM": _DEEPSEEK_V32,
-    "GlmMoeDsaForCausalLM": replace(
-        _DEEPSEEK_V32,
-        model_type="glm_moe_dsa",
-        defaults={**_DEEPSEEK_V32.defaults, **_GLM5},
-        latent=interleaved_sparse_latent,
-    ),
-    "AXK1ForCausalLM": replace(
-        DEEPSEEK_V3,
-        model_type="axk1",
-        defaults={**DEEPSEEK_V3.defaults, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
-        norms_experts=True,
-        own_code="modeling_axk1.AXK1ForCausalLM",
-        mtp=None,
-    ),
-    "Glm4MoeLiteForCausalLM": replace(
-        DEEPSEEK_V3,
-        model_type="glm4_moe_lite",
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "q_lora_rank": 768,
-            "routed_scaling_factor": 1.8,
-            "n_shared_experts": 1,
-            "num_nextn_predict_layers": 1,
-        },
-        own_code="",
     ),
     "Qwen2MoeForCausalLM": Architecture(
         model_type="qwen2_moe",
@@ -322,8 +285,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "LlavaForConditionalGeneration": replace(
         _LLAMA, is_nested=True, nested=(_MISTRAL, _LLAMA), refuse=refuse_other_texts
     ),
-    "Kimi_K25ForConditionalGeneration": _KIMI_K25,
-    "KimiK25ForConditionalGeneration": _KIMI_K25,
     "SeedOssForCausalLM": Architecture(
         model_type="seed_oss",
         defaults={"attention_bias": True, "attention_out_bias": False},
@@ -333,7 +294,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "ApertusForCausalLM": Architecture(
         model_type="apertus",
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1.2e7, "rope_parameters": APERTUS_ROPE},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1.2e7, "rope_parameters": _APERTUS_ROPE},
         hidden_acts=("xielu",),
         activation="xielu",
         attention_bias=True,
@@ -353,6 +314,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         windows=windows_by_type,
         ropes=rope_of_sliding_layers,
     ),
+    **DEEPSEEKS,
     **HYBRIDS,
     **GEMMA_MODELS,
     **ENCODERS,
@@ -360,7 +322,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     **GEMMA3N_MODELS,
     **GEMMA4_MODELS,
     **OTHER_FAMILIES,
-    **MULTIMODAL,
     **{name: replace(_LLAMA, is_nested=True, text_type=kind) for name, kind in LANGUAGE_PARTS.items()},
     **SIBLINGS,
     **MIXTURES,

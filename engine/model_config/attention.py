@@ -1,14 +1,12 @@
-"""Attention in config.json: sliding windows of layers, multi-head latent attention (MLA), multipliers and
-softcaps.
+"""Attention in config.json: types and sliding windows of layers, their sizes, multipliers and softcaps, and
+sizes of multi-head latent attention (MLA).
 """
 
-import math
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from .fields import MAX_LAYERS, Fields, raw_rope
+from .fields import MAX_LAYERS, Fields
 from .shape import LatentShape, RecurrentShape, SlidingShape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -182,9 +180,6 @@ def sliding_shape(
     )
 
 
-MAX_RANK = 1 << 14
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
     """Indexer of sparse attention: each row attends to the `top` keys that score best by small heads."""
@@ -197,10 +192,6 @@ class IndexConfig:
     """True for each layer that selects; the others attend to what the last of them selected."""
     is_interleaved: bool
     """True if neighboring dimensions are rotated together; else those of two halves."""
-
-    def parameters(self, hidden: int, q_rank: int) -> int:
-        """Return the number of parameters of one indexer."""
-        return self.dim * (self.heads * q_rank + hidden + 2) + self.heads * hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,126 +246,12 @@ def no_latent(_fields: Fields) -> None:
     return None
 
 
-def deepseek_latent(fields: Fields) -> LatentConfig:
-    rank = 0 if fields.raw.get("q_lora_rank") is None else fields.integer("q_lora_rank", most=MAX_RANK)
-    found = LatentConfig(
-        q_rank=rank,
-        kv_rank=fields.integer("kv_lora_rank", most=MAX_RANK),
-        nope=fields.integer("qk_nope_head_dim", most=MAX_RANK),
-        rope=fields.integer("qk_rope_head_dim", most=MAX_RANK),
-        value=fields.integer("v_head_dim", most=MAX_RANK),
-        has_bias=fields.flag("attention_bias", default=False),
-    )
-    if found.rope % 2:
-        raise fields.error(f"qk_rope_head_dim {found.rope} must be even")
-    return found
-
-
-def sparse_latent(fields: Fields, *, is_interleaved: bool = False) -> LatentConfig:
-    """Read MLA with an indexer, in all layers but those that `indexer_types` calls shared."""
-    found, layers = deepseek_latent(fields), fields.integer("num_hidden_layers")
-    index = IndexConfig(
-        heads=fields.integer("index_n_heads", most=MAX_RANK),
-        dim=fields.integer("index_head_dim", most=MAX_RANK),
-        top=fields.integer("index_topk"),
-        layers=_indexed_layers(fields, layers),
-        is_interleaved=is_interleaved,
-    )
-    if not found.q_rank:
-        raise fields.error("q_lora_rank is missing, from which the indexer computes its queries")
-    if index.dim <= found.rope:
-        raise fields.error(f"index_head_dim {index.dim} must be more than qk_rope_head_dim {found.rope}")
-    return replace(found, index=index)
-
-
-def interleaved_sparse_latent(fields: Fields) -> LatentConfig:
-    return sparse_latent(fields, is_interleaved=True)
-
-
-def _indexed_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return True for each layer with an indexer, by its name or letter, or by the number of layers that
-    share a selection.
-    """
-    kinds = fields.raw.get("indexer_types") or fields.raw.get("index_topk_pattern")
-    if kinds is None:
-        every, first = fields.integer("index_topk_freq", 1), fields.number("index_skip_topk_offset", 2)
-        return tuple(max(layer - first + 1, 0) % every == 0 for layer in range(layers))
-    letters = "".join(str(kind)[:1].upper() for kind in kinds) if isinstance(kinds, (list, str)) else ""
-    if not re.fullmatch(f"F[FS]{{{layers - 1},}}", letters):
-        raise fields.error(f"indexer_types must be full or shared for {layers} layers, the first one full")
-    return tuple(letter == "F" for letter in letters[:layers])
-
-
-def sparse_sizes(fields: Fields) -> dict[str, Any]:
-    """Do as `deepseek_sizes` for MLA with an indexer."""
-    return {"head_dim": sparse_latent(fields).width, "num_key_value_heads": 1}
-
-
-def sparse_extra_params(fields: Fields) -> tuple[int, int]:
-    latent = sparse_latent(fields)
-    assert latent.index is not None
-    each = latent.index.parameters(fields.integer("hidden_size"), latent.q_rank)
-    return 0, sum(latent.index.layers) * each
-
-
-def deepseek_sizes(fields: Fields) -> dict[str, Any]:
-    """Return the heads as the cache sees them: one for keys and values, of the latent's width."""
-    return {"head_dim": deepseek_latent(fields).width, "num_key_value_heads": 1}
-
-
-def deepseek_scales(fields: Fields) -> Scales:
-    scale, raw = deepseek_latent(fields).query ** -0.5, raw_rope(fields)
-    rope = Fields(raw, f"{fields.where}: rope parameters")
-    mscale, factor = rope.number("mscale_all_dim", 0.0), rope.number("factor", 1.0)
-    if raw.get("rope_type", raw.get("type", "default")) != "default" and mscale and factor > 1:
-        scale *= (0.1 * mscale * math.log(factor) + 1) ** 2
-    return Scales(attention=scale)
-
-
 def no_scales(_fields: Fields) -> Scales:
     return Scales()
 
 
 def cohere_scales(fields: Fields) -> Scales:
     return Scales(logits=multiplier(fields, "logit_scale"))
-
-
-def granite_scales(fields: Fields) -> Scales:
-    residual = multiplier(fields, "residual_multiplier")
-    return Scales(
-        embedding=multiplier(fields, "embedding_multiplier") / residual,
-        attention=multiplier(fields, "attention_multiplier"),
-        residual=residual,
-        logits=1 / multiplier(fields, "logits_scaling"),
-    )
-
-
-def hyperclova_scales(fields: Fields) -> Scales:
-    """Return the multipliers of a Granite, but for logits, which are multiplied."""
-    found = granite_scales(fields)
-    attention = found.attention if fields.raw.get("attention_multiplier") is not None else None
-    return replace(found, attention=attention, logits=multiplier(fields, "logits_scaling"))
-
-
-def falcon_h1_scales(fields: Fields) -> Scales:
-    """Return the multipliers of Falcon-H1. Those of attention's input and keys multiply its scores."""
-    inside, width = multiplier(fields, "attention_in_multiplier"), fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", fields.integer("hidden_size") // width or None)
-    if inside != 1 and fields.flag("attention_bias", default=False):
-        raise fields.error("attention_in_multiplier with attention_bias is not supported")
-    mamba_in = multiplier(fields, "ssm_in_multiplier")
-    if mamba_in != 1 and fields.flag("mamba_proj_bias", default=False):
-        raise fields.error("ssm_in_multiplier with mamba_proj_bias is not supported")
-    gate, down = multipliers(fields, "mlp_multipliers", 2)
-    return Scales(
-        embedding=multiplier(fields, "embedding_multiplier"),
-        attention=head_dim**-0.5 * multiplier(fields, "key_multiplier") * inside**2,
-        logits=multiplier(fields, "lm_head_multiplier"),
-        mamba_in=tuple(each * mamba_in for each in multipliers(fields, "ssm_multipliers", 5)),
-        mamba_out=multiplier(fields, "ssm_out_multiplier"),
-        attention_out=inside * multiplier(fields, "attention_out_multiplier"),
-        mlp=(gate, down),
-    )
 
 
 def multipliers(fields: Fields, name: str, count: int) -> tuple[float, ...]:

@@ -30,6 +30,7 @@ from .architecture import (
 from .architectures import architecture_of, named_architecture
 from .attention import IndexConfig, LatentConfig, LayerSizes, Scales, sliding_shape
 from .encoders.pooling import has_head, read_vectors
+from .expected_tensors import count_layer_params, count_parameters
 from .fields import (
     MAX_POSITIONS,
     MAX_WIDTH,
@@ -42,7 +43,6 @@ from .fields import (
 )
 from .moe import ExpertsConfig
 from .mtp import MTPConfig, find_mtp, mtp_shape
-from .parameters import count_linear_params, count_parameters, list_inputs
 from .recurrent.config import RecurrentConfig
 from .rope import RopeConfig
 from .shape import ModelShape
@@ -117,8 +117,6 @@ class ModelConfig(ArchitectureTraits):
     per_layer_vocab: int = 0
     """Tokens that these embeddings have rows for."""
     altup: AltUpConfig | None = None
-    extra_params: tuple[int, int] = (0, 0)
-    """Parameters of each layer, and of the whole model, beside those that most architectures have."""
     vision: VisionConfig | None = None
     """Vision tower, if it is one that is known."""
     image_problem: str = ""
@@ -218,6 +216,12 @@ class ModelConfig(ArchitectureTraits):
         """Numbers that a token reads from these embeddings."""
         return self.num_layers * self.per_layer_width
 
+    def _other_inputs(self) -> tuple[tuple[str, int], ...]:
+        """Return `ModelShape.other_inputs`."""
+        layers = [self.sizes_of(layer) for layer in range(len(self.layer_sizes))]
+        widths = {("a narrower attention", sizes.heads * sizes.value_dim) for sizes in layers}
+        return tuple(sorted(widths | {("a smaller MLP", sizes.inner) for sizes in layers}))
+
     def shape(self, context: int | None = None) -> ModelShape:
         """Return the shape for the estimator. `context`: requested context; None for the default."""
         windows = [window for window in self.windows if window is not None]
@@ -254,8 +258,8 @@ class ModelConfig(ArchitectureTraits):
             mlp_layers=self.mlp_layers if self.block == "single" else None,
             is_gated=self.activation not in UNGATED,
             sliding=sliding_shape(self.windows, self.layer_sizes, heads, recurrent),
-            linear_params=count_linear_params(self) if self.layer_sizes else None,
-            other_inputs=list_inputs(self),
+            linear_params=count_layer_params(self) if self.layer_sizes else None,
+            other_inputs=self._other_inputs(),
             looked_up_params=self.per_layer_vocab * self.per_layer_row,
             looked_up_width=self.per_layer_row,
             is_bidirectional=self.is_bidirectional,
@@ -342,7 +346,6 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
         per_layer_width=per_layer_width,
         per_layer_vocab=per_layer_vocab,
         altup=kind.altup(fields),
-        extra_params=kind.extra_params(fields),
         vision=vision,
         image_problem=image_problem,
         position_rows=kind.position_rows(fields),

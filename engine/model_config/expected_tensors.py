@@ -1,39 +1,27 @@
-"""Check of a checkpoint's tensors by names and shapes against config.json, without torch.
+"""Tensors of a model by names and shapes: their number, and the check of a checkpoint against config.json.
 
-`fit` runs it, and a load that fails runs it again, so that both say the same sentence. It accepts what loads:
-what it cannot tell from the headers is left to the load.
+`fit` runs the check, and a load that fails runs it again, so that both say the same sentence. It accepts what
+loads: what it cannot tell from the headers is left to the load.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from llmbox.kernels.activation import UNGATED, XIELU
 
 from ..checkpoint.formats.weight_format import GgufFormat
-from ..checkpoint.index import NOT_NEEDED, ExpectedTensors, refuse_undeclared
+from ..checkpoint.index import NOT_NEEDED, CountedTensors, ExpectedTensors, refuse_undeclared
 from ..checkpoint.names import renamed
 from ..checkpoint.safetensors import TensorEntry, misplaced_tensor, missing_tensor
-from .architecture import BIASED_NORMS, OWN_GATES, EncoderConfig
+from .architecture import BIASED_NORMS, NORMS, OWN_GATES, UNUSED_OF_ENCODERS, EncoderConfig
 from .attention import LatentConfig
-from .config import ModelConfig
 from .moe import ExpertsConfig, StackedExperts
 from .recurrent.config import RecurrentConfig
 
-_PRE: Final = ("input_layernorm", "post_attention_layernorm")
-_POST: Final = ("post_attention_layernorm", "post_feedforward_layernorm")
-_SANDWICH: Final = (*_POST, "input_layernorm", "pre_feedforward_layernorm")
-_NORMS: Final = {
-    "pre_norm": _PRE,
-    "layer_norm": _PRE,
-    "post_norm": _POST,
-    "sandwich": _SANDWICH,
-    "scaled_sandwich": _SANDWICH,
-    "altup": _SANDWICH,
-    **dict.fromkeys(("parallel", "parallel_biased", "parallel_rms"), ("input_layernorm",)),
-    "parallel_norms": _PRE,
-    "single": ("input_layernorm",),
-}
+if TYPE_CHECKING:
+    from .config import ModelConfig
+
 _RECURRENT: Final = {
     "gated_delta": "linear_attn",
     "kimi_delta": "self_attn",
@@ -41,14 +29,9 @@ _RECURRENT: Final = {
     "mamba2": "mamba",
     "short_conv": "conv",
 }
-UNUSED_OF_ENCODERS: Final = (
-    *("cls.", "lm_head.", "decoder.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
-    *("pooler.", "embeddings.position_ids", "embeddings.token_type_ids", "adapters."),
-)
-"""Tensors of heads that predict words, poolers that no vector passes, buffers, and adapters of tasks."""
 
 
-def check_weights(where: str, config: ModelConfig, entries: Mapping[str, TensorEntry]) -> None:
+def check_weights(where: str, config: "ModelConfig", entries: Mapping[str, TensorEntry]) -> None:
     """Raise ModelError for the first tensor that is quantized without a word in config.json, is missing, has
     another shape than it says, or has no place in its architecture. GGUF files are left to the load.
     """
@@ -72,7 +55,25 @@ def check_weights(where: str, config: ModelConfig, entries: Mapping[str, TensorE
         raise misplaced_tensor(left)
 
 
-def _check_decoder(found: ExpectedTensors, config: ModelConfig) -> tuple[str, ...]:
+def count_parameters(config: "ModelConfig") -> int:
+    """Return the number of parameters to load; tied weights count once."""
+    found = CountedTensors()
+    if config.encoder is None:
+        _check_decoder(found, config)
+    else:
+        _check_encoder(found, config, config.encoder)
+    return found.numbers
+
+
+def count_layer_params(config: "ModelConfig") -> int:
+    """Return the number of parameters of all layers without the norms around attention and MLP."""
+    found = CountedTensors()
+    for layer in range(config.num_layers):
+        _take_layer(found, config, layer)
+    return found.numbers
+
+
+def _check_decoder(found: ExpectedTensors, config: "ModelConfig") -> tuple[str, ...]:
     """Take all tensors of a decoder; return prefixes of those that nothing needs."""
     hidden, recurrent, positions = config.hidden_size, config.recurrent, config.position_rows
     tables = {"tokens": config.vocab_size, **({"positions": positions} if positions else {})}
@@ -87,23 +88,10 @@ def _check_decoder(found: ExpectedTensors, config: ModelConfig) -> tuple[str, ..
             names = f"model.altup_projections.{stream}", f"model.altup_unembed_projections.{stream}"
             found.linears("", dict.fromkeys(names, hidden), hidden)
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
+        _take_layer(found, config, layer)
         is_recurrent = recurrent is not None and recurrent.layers[layer]
-        has_attention = recurrent is None or recurrent.attention[layer]
-        if recurrent is not None and is_recurrent:
-            _take_recurrent(found, found.at(prefix, f"{_RECURRENT[recurrent.kind]}."), config, recurrent)
-        if has_attention:
-            module = found.at(prefix, "self_attn.")
-            if config.latent is None:
-                _take_attention(found, module, config, layer)
-            else:
-                _take_latent(found, module, config, config.latent, layer)
-        if config.block in {"scaled_sandwich", "altup"}:
-            _take_gemma(found, prefix, config)
-        if config.block != "single" or not (is_recurrent or has_attention):
-            _take_mlp(found, prefix, config, layer)
-        for norm in _NORMS[config.recurrent_block if is_recurrent else config.block]:
-            _take_norm(found, prefix, norm, config)
+        for norm in NORMS[config.recurrent_block if is_recurrent else config.block]:
+            _take_norm(found, f"model.layers.{layer}.", norm, config)
     _take_norm(found, "", "model.norm", config)
     unused = ["mtp.", "model.mtp_layers.", "model.mtp."]
     unused += (f"model.layers.{config.num_layers + layer}." for layer in range(config.extra_layers))
@@ -113,7 +101,26 @@ def _check_decoder(found: ExpectedTensors, config: ModelConfig) -> tuple[str, ..
     return tuple(unused)
 
 
-def _take_norm(found: ExpectedTensors, prefix: str, name: str, config: ModelConfig) -> None:
+def _take_layer(found: ExpectedTensors, config: "ModelConfig", layer: int) -> None:
+    """Take a layer without the norms around attention and MLP."""
+    prefix, recurrent = f"model.layers.{layer}.", config.recurrent
+    is_recurrent = recurrent is not None and recurrent.layers[layer]
+    has_attention = recurrent is None or recurrent.attention[layer]
+    if recurrent is not None and is_recurrent:
+        _take_recurrent(found, found.at(prefix, f"{_RECURRENT[recurrent.kind]}."), config, recurrent)
+    if has_attention:
+        module = found.at(prefix, "self_attn.")
+        if config.latent is None:
+            _take_attention(found, module, config, layer)
+        else:
+            _take_latent(found, module, config, config.latent, layer)
+    if config.block in {"scaled_sandwich", "altup"}:
+        _take_gemma(found, prefix, config)
+    if config.block != "single" or not (is_recurrent or has_attention):
+        _take_mlp(found, prefix, config, layer)
+
+
+def _take_norm(found: ExpectedTensors, prefix: str, name: str, config: "ModelConfig") -> None:
     if not config.has_norm_weights:
         return
     found.take(found.at(prefix, f"{name}.weight"), config.hidden_size)
@@ -121,7 +128,7 @@ def _take_norm(found: ExpectedTensors, prefix: str, name: str, config: ModelConf
         found.take(found.at(prefix, f"{name}.bias"), config.hidden_size)
 
 
-def _take_gemma(found: ExpectedTensors, prefix: str, config: ModelConfig) -> None:
+def _take_gemma(found: ExpectedTensors, prefix: str, config: "ModelConfig") -> None:
     """Take what a layer of Gemma 3n or 4 has beside attention, MLP and their norms."""
     hidden, width = config.hidden_size, config.per_layer_width
     if width:
@@ -143,15 +150,11 @@ def _take_gemma(found: ExpectedTensors, prefix: str, config: ModelConfig) -> Non
     if config.experts is not None:  # beside the MLP, which is no shared expert of theirs
         _take_experts(found, prefix, config, replace(config.experts, shared_inner=0))
         found.take(f"{prefix}router.scale", hidden)
-        for norm in (
-            "post_feedforward_layernorm_1",
-            "pre_feedforward_layernorm_2",
-            "post_feedforward_layernorm_2",
-        ):
-            found.take(f"{prefix}{norm}.weight", hidden)
+        for norm in ("post_{}_1", "pre_{}_2", "post_{}_2"):
+            found.take(f"{prefix}{norm.format('feedforward_layernorm')}.weight", hidden)
 
 
-def _take_attention(found: ExpectedTensors, module: str, config: ModelConfig, layer: int) -> None:
+def _take_attention(found: ExpectedTensors, module: str, config: "ModelConfig", layer: int) -> None:
     sizes, hidden = config.sizes_of(layer), config.hidden_size
     head_dim, has_kv = sizes.head_dim, sizes.kv_source == layer
     all_heads, value_dim = sizes.heads, sizes.value_dim
@@ -189,7 +192,7 @@ def _take_attention(found: ExpectedTensors, module: str, config: ModelConfig, la
 
 
 def _take_latent(
-    found: ExpectedTensors, module: str, config: ModelConfig, latent: LatentConfig, layer: int
+    found: ExpectedTensors, module: str, config: "ModelConfig", latent: LatentConfig, layer: int
 ) -> None:
     hidden, heads = config.hidden_size, config.num_heads
     bias, inputs = latent.has_bias, latent.q_rank or hidden
@@ -212,7 +215,7 @@ def _take_latent(
 
 
 def _take_recurrent(
-    found: ExpectedTensors, module: str, config: ModelConfig, recurrent: RecurrentConfig
+    found: ExpectedTensors, module: str, config: "ModelConfig", recurrent: RecurrentConfig
 ) -> None:
     hidden, heads, values = config.hidden_size, recurrent.heads, recurrent.values
     keys, channels, width = recurrent.key_heads * recurrent.key_dim, recurrent.channels, recurrent.conv_width
@@ -254,10 +257,8 @@ def _take_recurrent(
         found.take(found.at(module, f"{convolution}.bias"), channels)
     if heads and recurrent.kind != "mamba1":
         is_kimi = recurrent.kind == "kimi_delta"
-        found.take(
-            found.at(module, "A_log"),
-            *((1, 1, heads, 1) if is_kimi and not recurrent.has_full_gates else (heads,)),
-        )
+        decays = (1, 1, heads, 1) if is_kimi and not recurrent.has_full_gates else (heads,)
+        found.take(found.at(module, "A_log"), *decays)
         found.take(found.at(module, "dt_bias"), values if is_kimi else heads)
         if recurrent.kind == "mamba2":
             found.take(found.at(module, "D"), heads)
@@ -277,7 +278,7 @@ def _take_time_steps(found: ExpectedTensors, module: str, recurrent: RecurrentCo
         found.take(found.at(module, f"{part}_layernorm.weight"), width)
 
 
-def _take_mlp(found: ExpectedTensors, prefix: str, config: ModelConfig, layer: int) -> None:
+def _take_mlp(found: ExpectedTensors, prefix: str, config: "ModelConfig", layer: int) -> None:
     is_beside = config.block == "scaled_sandwich"
     if config.experts is not None and config.experts.layers[layer] and not is_beside:
         module = found.at(prefix, f"{config.experts.module}.") if config.experts.module else prefix
@@ -296,7 +297,7 @@ def _take_mlp(found: ExpectedTensors, prefix: str, config: ModelConfig, layer: i
             found.take(found.at(module, f"act_fn.{number}"), 1)
 
 
-def _take_gated(found: ExpectedTensors, module: str, config: ModelConfig, inner: int) -> None:
+def _take_gated(found: ExpectedTensors, module: str, config: "ModelConfig", inner: int) -> None:
     """Take an MLP of `inner` rows."""
     ups = ("up_proj",) if config.activation in UNGATED else ("gate_proj", "up_proj")
     stacks = ("gate_up_proj",) if config.has_stacked_mlp else ()
@@ -305,7 +306,7 @@ def _take_gated(found: ExpectedTensors, module: str, config: ModelConfig, inner:
     found.linears(module, {"down_proj": hidden}, inner, bias=bias)
 
 
-def _take_experts(found: ExpectedTensors, module: str, config: ModelConfig, experts: ExpertsConfig) -> None:
+def _take_experts(found: ExpectedTensors, module: str, config: "ModelConfig", experts: ExpertsConfig) -> None:
     """Take router, experts and the shared expert."""
     hidden, count = config.hidden_size, experts.count
     for numbers in (experts.correction, experts.factors):
@@ -318,7 +319,7 @@ def _take_experts(found: ExpectedTensors, module: str, config: ModelConfig, expe
     *ups, down = experts.projections
     stacked, inputs = experts.stacked, experts.latent or hidden
     if stacked is None or not _take_stacks(found, module, experts, stacked, inputs):
-        for expert in range(count):
+        for expert in found.each(count):
             own = found.at(module, f"experts.{expert}.")
             rows = dict.fromkeys(filter(None, ups), experts.inner)
             found.linears(own, rows, inputs, bias=experts.has_bias, stacks=("gate_up_proj",))
@@ -353,7 +354,7 @@ def _take_tasks(
     found.take(f"{name}.lora_B", tasks, *b_shape)
 
 
-def _check_encoder(found: ExpectedTensors, config: ModelConfig, encoder: EncoderConfig) -> tuple[str, ...]:
+def _check_encoder(found: ExpectedTensors, config: "ModelConfig", encoder: EncoderConfig) -> tuple[str, ...]:
     """Take all tensors of an encoder; return prefixes of those that nothing needs."""
     hidden, ffn, norm_bias = config.hidden_size, config.intermediate_size, encoder.norm_bias
     tasks, rank = len(encoder.tasks), encoder.task_rank
@@ -375,7 +376,8 @@ def _check_encoder(found: ExpectedTensors, config: ModelConfig, encoder: Encoder
             found.linears(f"{module}mlp.", {"router.layer": encoder.experts[0]}, hidden)
             for stack in ("w1", "w2"):
                 found.take(f"{module}mlp.experts.{stack}.weight", encoder.experts[0] * ffn, hidden)
-            found.take(f"{module}mlp.experts.bias", hidden)
+            if encoder.has_expert_bias:
+                found.take(f"{module}mlp.experts.bias", hidden)
         else:
             ups = dict.fromkeys(("gate_proj", "up_proj") if encoder.is_gated else ("up_proj",), ffn)
             stacks = ("gate_up_proj", "up_gate_proj")
@@ -383,18 +385,16 @@ def _check_encoder(found: ExpectedTensors, config: ModelConfig, encoder: Encoder
             found.linears(f"{module}mlp.", {"down_proj": hidden}, ffn, bias=encoder.down_bias)
         for linear, (inputs, outputs) in encoder.task_linears(config).items():
             _take_tasks(found, f"{module}{linear}", tasks, (rank, inputs), (outputs, rank))
-        own = _PRE if encoder.is_pre_norm else _POST
+        own = NORMS["pre_norm" if encoder.is_pre_norm else "post_norm"]
         norms += [f"{module}{norm}" for norm in own[encoder.is_pre_norm and not layer :]]
+    if (head := encoder.head) is not None and head.has_norm:
+        norms.append("head.norm")
     for norm in norms:
         found.take(f"{norm}.weight", hidden)
         if norm_bias:
             found.take(f"{norm}.bias", hidden)
-    if (head := encoder.head) is None:
+    if head is None:
         return (*UNUSED_OF_ENCODERS, "head.")
     found.linears("head.", {"dense": hidden}, hidden, bias=head.dense_bias)
-    if head.has_norm:
-        found.take("head.norm.weight", hidden)
-        if norm_bias:
-            found.take("head.norm.bias", hidden)
     found.linears("head.", {"out_proj": head.labels}, hidden, bias=True)
     return UNUSED_OF_ENCODERS

@@ -105,15 +105,6 @@ class ExpertsConfig:
             latent=self.latent,
         )
 
-    def parameters(self, hidden: int) -> int:
-        """Return the number of parameters of a layer's router and experts."""
-        each = 3 if self.projections[0] else 2
-        rows = self.count + each * self.shared_inner + self.has_shared_gate + 2 * self.latent
-        experts = self.count * each * self.inner * (self.latent or hidden)
-        biases = self.count * (1 + 2 * self.inner + hidden) if self.has_bias else 0
-        factors = self.count * (bool(self.correction) + bool(self.factors))
-        return hidden * rows + experts + biases + factors
-
 
 ExpertRule = Callable[[Fields, int], ExpertsConfig | None]
 """Rule (config.json, number of layers) -> experts; None for a model without. Raises ModelError."""

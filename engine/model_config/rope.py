@@ -1,6 +1,6 @@
 """RoPE part of config.json."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,31 +86,6 @@ class RopeConfig:
             return max(max_position_embeddings, int(self.original_context * self.factor))
         return max_position_embeddings
 
-
-APERTUS_ROPE: Mapping[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 12000000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-GPT_OSS_ROPE: Mapping[str, Any] = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
-    "truncate": False,
-}
-MINISTRAL3_ROPE: Mapping[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
-"""Defaults of transformers for a gpt-oss and a Ministral 3."""
 
 LAYER_KINDS = FULL, SLIDING
 LayerRopes = tuple[tuple[RopeConfig, ...], tuple[int, ...]]
@@ -200,12 +175,6 @@ def rope_of_texts(rule: RopeRule) -> RopeRule:
         return rule(fields.replace(rope_parameters=rope, rope_scaling=None), head_dim, positions, layers)
 
     return read
-
-
-def deepseek_rope(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return one RoPE, of neighboring pairs unless `rope_interleave` is false."""
-    interleaved = fields.flag("rope_interleave", default=True)
-    return (interleaved_rope if interleaved else partial_rope)(fields, head_dim, positions, layers)
 
 
 def rope_of_rotary_dim(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:

@@ -1,4 +1,6 @@
-"""`Ops` on the C++ kernels: each method creates one C++ operation and submits it."""
+"""`Ops` on the C++ kernels. Products with packed weights are here, other operations in the modules beside it.
+Each method creates one C++ operation and submits it.
+"""
 
 import ctypes
 import zlib
@@ -7,14 +9,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..activation import CODES, UNGATED, XIELU, Activation
-from ..op_types import AltUpOps
+from ..activation import CODES
+from ..lora import ExpertAdapters, LoraRows
+from ..op_types import ExpertResults, Mixture
 from ..ops import Ops, StepInputs
 from ..quant_formats import Quant
 from .attention import CPUAttention, CPUAttentionMetadata, CPUKVCache
 from .command_buffer import CommandGraph, CommandRecorder, CPUOperations
-from .experts import CPUExperts
-from .ffi import Step
+from .elementwise import CPUAltUp, CPUElementwise
+from .ffi import NativeHeldExperts, NativeRouting, Step
 from .lora import CPULora
 from .profile import CPUProfiler
 from .recurrent import CPURecurrent
@@ -44,6 +47,7 @@ class CPUBackend:
         packer = Packer(self.library, self.layout, quant)
         attention = CPUAttention(self.recorder)
         experts = CPUExperts(self.recorder)
+        elementwise = CPUElementwise(self.recorder)
         return Ops(
             name=f"{self.name} ({self.origin})" + ("" if quant is None else f", {quant.name} weights"),
             problem=self.problem,
@@ -54,14 +58,14 @@ class CPUBackend:
             pack_router=lambda weight_XE, bias_X: packer.pack("router", weight_XE, bias_X),
             linear=self.linear,
             logits=self.logits,
-            rms_norm=self.rms_norm,
-            add_rms_norm=self.add_rms_norm,
-            layer_norm=self.layer_norm,
-            rotary=self.rotary,
-            gate_mul=self.gate_mul,
-            softcap=self.softcap,
-            scale=self.scale,
-            concat=self.concat,
+            rms_norm=elementwise.rms_norm,
+            add_rms_norm=elementwise.add_rms_norm,
+            layer_norm=elementwise.layer_norm,
+            rotary=elementwise.rotary,
+            gate_mul=elementwise.gate_mul,
+            softcap=elementwise.softcap,
+            scale=elementwise.scale,
+            concat=elementwise.concat,
             linear_by_head=self.linear_by_head,
             experts=experts.experts,
             expert_results=experts.expert_results,
@@ -170,92 +174,6 @@ class CPUBackend:
             make = library.llmbox_linear_op if packed.quant is None else library.llmbox_quant_op
             self.recorder.launch(make, len(x_TI), *numbers)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        groups, width = weight.shape if weight.dim() == 2 else (1, len(weight))
-        assert x.stride(-1) == 1
-        assert x.dim() == 2 or x.stride(1) == width
-        out = self.recorder.result("rms_norm", len(x), groups * width, x.dtype)
-        dtypes = DTYPES[x.dtype], DTYPES[weight.dtype]
-        numbers = x, x.stride(0), weight, groups, width, eps, out
-        self.recorder.launch(self.library.llmbox_norm_op, len(x), *dtypes, *numbers)
-        return out.view(len(out), *x.shape[1:])
-
-    def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        assert residual_TE.is_contiguous()
-        assert x_TE.stride(1) == 1
-        out_TE = self.recorder.result("add_rms_norm", len(x_TE), len(weight_E), x_TE.dtype)
-        dtypes = DTYPES[x_TE.dtype], DTYPES[weight_E.dtype]
-        numbers = x_TE, x_TE.stride(0), residual_TE, weight_E, len(weight_E), eps, out_TE
-        self.recorder.launch(self.library.llmbox_add_norm_op, len(x_TE), *dtypes, *numbers)
-        return out_TE
-
-    def layer_norm(
-        self,
-        x_TE: Tensor,
-        residual_TE: Tensor | None,
-        weight_E: Tensor,
-        eps: float,
-        bias_E: Tensor | None = None,
-    ) -> Tensor:
-        assert bias_E is None or bias_E.dtype == weight_E.dtype
-        assert residual_TE is None or residual_TE.is_contiguous()
-        assert x_TE.stride(1) == 1
-        out_TE = self.recorder.result("layer_norm", len(x_TE), len(weight_E), x_TE.dtype)
-        dtypes = DTYPES[x_TE.dtype], DTYPES[weight_E.dtype]
-        numbers = x_TE, x_TE.stride(0), residual_TE, weight_E, bias_E, len(weight_E), eps, out_TE
-        self.recorder.launch(self.library.llmbox_layer_norm_op, len(x_TE), *dtypes, *numbers)
-        return out_TE
-
-    def rotary(self, x_TnD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        rows, heads, width = x_TnD.shape
-        assert x_TnD.stride()[1:] == (width, 1)
-        numbers = DTYPES[x_TnD.dtype], x_TnD, x_TnD.stride(0), heads, width, self.recorder.table_of(cos_TD)
-        cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
-        step = Step(rows=rows)
-        step.use_angles(cos_TD, sin_TD)
-        self.recorder.launch(self.library.llmbox_rotary_op, step, *numbers)
-        return x_TnD
-
-    def gate_mul(self, gate_up_T2F: Tensor, activation: Activation | XIELU) -> Tensor:
-        """Multiply in place, over the gates: rows of the result are strided."""
-        if isinstance(activation, XIELU):
-            return self._xielu(gate_up_T2F, activation)
-        width = gate_up_T2F.shape[1] // (1 if activation in UNGATED else 2)
-        codes = DTYPES[gate_up_T2F.dtype], CODES[activation]
-        numbers = gate_up_T2F, gate_up_T2F.stride(0), width
-        self.recorder.launch(self.library.llmbox_gate_mul_op, len(gate_up_T2F), *codes, *numbers)
-        return gate_up_T2F[:, :width]
-
-    def _xielu(self, x_TF: Tensor, numbers: XIELU) -> Tensor:
-        assert x_TF.stride(1) == 1
-        (rows, width), dtype = x_TF.shape, DTYPES[x_TF.dtype]
-        self.recorder.launch(self.library.llmbox_xielu_op, rows, dtype, x_TF, x_TF.stride(0), width, *numbers)
-        return x_TF
-
-    def scale(self, x_TE: Tensor, factor: float) -> Tensor:
-        assert x_TE.stride(1) == 1
-        numbers = DTYPES[x_TE.dtype], x_TE, x_TE.stride(0), x_TE.shape[1], factor
-        self.recorder.launch(self.library.llmbox_scale_op, len(x_TE), *numbers)
-        return x_TE
-
-    def softcap(self, logits_RV: Tensor, cap: float) -> Tensor:
-        """Cap logits in place; they are float32, as `logits` returns them."""
-        assert logits_RV.dtype == torch.float32
-        assert logits_RV.stride(1) == 1
-        rows, width = logits_RV.shape
-        self.recorder.launch(self.library.llmbox_softcap_op, rows, logits_RV, logits_RV.stride(0), width, cap)
-        return logits_RV
-
-    def concat(self, parts: Sequence[Tensor]) -> Tensor:
-        rows, heads, _ = parts[0].shape
-        width = sum(part.shape[2] for part in parts)
-        out_THD = self.recorder.result("concat", rows, heads * width, parts[0].dtype).view(-1, heads, width)
-        start = 0
-        for part in parts:
-            self.recorder.copy(out_THD[:, :, start:], part)
-            start += part.shape[2]
-        return out_THD
-
     def linear_by_head(self, packed: Sequence[CPULinear], x_THI: Tensor) -> Tensor:
         heads, outputs = len(packed), packed[0].outputs
         out = self.recorder.result("linear_by_head", len(x_THI), heads * outputs, x_THI.dtype)
@@ -281,68 +199,97 @@ class CPUBackend:
         return CommandGraph(self.recorder, body)
 
 
-class CPUAltUp(CPUOperations):
-    """Operations of Gemma 3n on streams."""
+def strided(rows: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return rows that may be missing, and their stride."""
+    return rows, 0 if rows is None else rows.stride(0)
 
-    def ops(self) -> AltUpOps:
-        return AltUpOps(
-            self.predict,
-            self.correct,
-            self.add_to_others,
-            self.match_size,
-            self.gate_sums,
-            self.cut_gates,
+
+class CPUExperts(CPUOperations):
+    """Expert operations of one kernel library (`Ops.experts`, `expert_results`, `combine_experts`)."""
+
+    def experts(
+        self,
+        mixture: Mixture,
+        x_TE: Tensor,
+        logits_TX: Tensor,
+        shared_TE: Tensor | None = None,
+        gate_T1: Tensor | None = None,
+        adapters: ExpertAdapters | None = None,
+    ) -> Tensor:
+        """Run the experts; logits of router and gate are float32, as `logits` returns them."""
+        out_TE = self.recorder.result("experts", len(x_TE), x_TE.shape[1], x_TE.dtype)
+        self._experts_to(out_TE, mixture, x_TE, logits_TX, (shared_TE, gate_T1), adapters)
+        return out_TE
+
+    def expert_results(
+        self, mixture: Mixture, x_TE: Tensor, logits_TX: Tensor, adapters: ExpertAdapters | None = None
+    ) -> ExpertResults:
+        rows, (hidden, per_token) = len(x_TE), (x_TE.shape[1], mixture.per_token)
+        results = ExpertResults(
+            self.recorder.result("expert results", rows, per_token * hidden, x_TE.dtype),
+            self.recorder.result("expert shares", rows, per_token, torch.float32),
+            self.recorder.result("expert owners", rows, per_token, torch.int32),
+        )
+        self._experts_to(results.rows_TKE, mixture, x_TE, logits_TX, (None, None), adapters, results)
+        return results
+
+    def _experts_to(
+        self,
+        out: Tensor,
+        mixture: Mixture,
+        x_TE: Tensor,
+        logits_TX: Tensor,
+        shared: tuple[Tensor | None, Tensor | None],
+        adapters: ExpertAdapters | None,
+        results: ExpertResults | None = None,
+    ) -> None:
+        shared_TE, gate_T1 = shared
+        assert logits_TX.dtype == torch.float32
+        assert shared_TE is None or (shared_TE.dtype == x_TE.dtype and shared_TE.stride(1) == 1)
+        assert logits_TX.stride(1) == x_TE.stride(1) == 1
+        assert results is None or mixture.owners is not None
+        assert CODES[mixture.activation] < 4
+        here = NativeHeldExperts.of(mixture, None if results is None else mixture.owners)
+        step = Step(rows=len(x_TE))
+        if adapters is not None:
+            assert isinstance(adapters.rows, LoraRows)
+            step.use_adapters(adapters.rows)
+        self.recorder.launch(
+            self.library.llmbox_experts_op,
+            step,
+            DTYPES[x_TE.dtype],
+            mixture.gate_ups[0].quant is not None,
+            mixture.count,
+            here,
+            len(mixture.here),
+            mixture.load_X,
+            pointers(mixture.gate_ups),
+            pointers(mixture.downs),
+            *strided(x_TE),
+            *strided(logits_TX),
+            mixture.per_token,
+            mixture.normalized,
+            NativeRouting.of(mixture.routing),
+            CODES[mixture.activation],
+            *strided(shared_TE),
+            *strided(gate_T1),
+            *strided(out),
+            None if adapters is None else adapters.gate_ups.addresses.buffer_info()[0],
+            None if adapters is None else adapters.downs.addresses.buffer_info()[0],
+            None if results is None else results.shares_TK,
+            None if results is None else results.owners_TK,
+            keeps=(mixture, here.kept, adapters),
         )
 
-    def predict(self, x: Tensor, routed_TN: Tensor, coefs_JN: Tensor) -> Tensor:
-        (rows, whole), streams = x.shape, coefs_JN.shape[1]
-        _require_floats(routed_TN, coefs_JN)
-        out = self.recorder.result("predict", rows, whole, x.dtype)
-        numbers = DTYPES[x.dtype], x, routed_TN, coefs_JN, streams, whole // streams, out
-        self.recorder.launch(self.library.llmbox_predict_streams_op, rows, *numbers)
-        return out
-
-    def correct(
-        self, predicted: Tensor, x_TE: Tensor, stream: int, routed_TN: Tensor, coefs_NN: Tensor
+    def combine_experts(
+        self, results: ExpertResults | None, shared_TE: Tensor | None = None, gate_T1: Tensor | None = None
     ) -> Tensor:
-        _require_floats(routed_TN, coefs_NN)
-        assert x_TE.is_contiguous()
-        rows, width = x_TE.shape
-        out = self.recorder.result("correct", rows, predicted.shape[1], x_TE.dtype)
-        numbers = predicted, x_TE, routed_TN, coefs_NN, len(coefs_NN), stream, width, out
-        self.recorder.launch(self.library.llmbox_correct_streams_op, rows, DTYPES[x_TE.dtype], *numbers)
-        return out
-
-    def add_to_others(self, x: Tensor, added_TE: Tensor) -> None:
-        assert x.is_contiguous()
-        assert added_TE.is_contiguous()
-        width = added_TE.shape[1]
-        numbers = DTYPES[x.dtype], x, added_TE, x.shape[1] // width, width
-        self.recorder.launch(self.library.llmbox_add_to_streams_op, len(x), *numbers)
-
-    def match_size(self, x: Tensor, like_TE: Tensor, eps: float) -> None:
-        assert x.is_contiguous()
-        assert like_TE.stride(1) == 1
-        width = like_TE.shape[1]
-        numbers = DTYPES[x.dtype], x, like_TE, like_TE.stride(0), x.shape[1] // width, width, eps
-        self.recorder.launch(self.library.llmbox_match_size_op, len(x), *numbers)
-
-    def gate_sums(self, gate_TF: Tensor) -> Tensor:
-        assert gate_TF.stride(1) == 1
-        rows, width = gate_TF.shape
-        out_T2 = self.recorder.result("gate_sums", rows, 2, torch.float32)
-        numbers = DTYPES[gate_TF.dtype], gate_TF, gate_TF.stride(0), width, out_T2
-        self.recorder.launch(self.library.llmbox_gate_sums_op, rows, *numbers)
-        return out_T2
-
-    def cut_gates(self, gate_TF: Tensor, sums_T2: Tensor, width: int, factor: float) -> None:
-        assert gate_TF.stride(1) == 1
-        _require_floats(sums_T2)
-        numbers = DTYPES[gate_TF.dtype], gate_TF, gate_TF.stride(0), gate_TF.shape[1], sums_T2, width, factor
-        self.recorder.launch(self.library.llmbox_cut_gates_op, len(gate_TF), *numbers)
-
-
-def _require_floats(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        assert tensor.dtype == torch.float32
-        assert tensor.is_contiguous()
+        rows, shares = (None, None) if results is None else (results.rows_TKE, results.shares_TK)
+        like = shared_TE if rows is None else rows
+        assert like is not None
+        per_token = 0 if shares is None else shares.shape[1]
+        out_TE = self.recorder.result("experts", len(like), like.shape[1] // max(1, per_token), like.dtype)
+        results_and_width = DTYPES[like.dtype], rows, shares, per_token, out_TE.shape[1]
+        parts = *strided(shared_TE), *strided(gate_T1), *strided(out_TE)
+        self.recorder.launch(self.library.llmbox_combine_op, len(like), *results_and_width, *parts)
+        return out_TE

@@ -185,17 +185,6 @@ def gemma4_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     )
 
 
-def gemma4_extra_params(fields: Fields) -> tuple[int, int]:
-    hidden, width = fields.integer("hidden_size"), _per_layer_width(fields)
-    layer, whole = 1, 0
-    if width:
-        layer += 2 * hidden * width + hidden
-        whole = hidden * fields.integer("num_hidden_layers") * width + width
-    if fields.flag("enable_moe_block", default=False):
-        layer += 4 * hidden
-    return layer, whole
-
-
 def _per_layer_width(fields: Fields) -> int:
     if fields.raw.get("hidden_size_per_layer_input") == 0:
         return 0
@@ -226,7 +215,6 @@ _GEMMA4 = Architecture(
     experts=gemma4_experts,
     layer_sizes=gemma4_layers,
     per_layer=gemma4_per_layer,
-    extra_params=gemma4_extra_params,
     refuse=refuse_gemma4,
 )
 _GEMMA4_UNIFIED = replace(_GEMMA4, model_type="gemma4_unified_text", defaults=GEMMA4_UNIFIED)
@@ -312,17 +300,6 @@ def gemma3n_altup(fields: Fields) -> AltUpConfig:
     )
 
 
-def gemma3n_extra_params(fields: Fields) -> tuple[int, int]:
-    hidden, layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
-    width, altup = fields.integer("hidden_size_per_layer_input"), gemma3n_altup(fields)
-    streams = altup.streams
-    own = 2 * hidden * width + hidden
-    laurel = 2 * hidden * altup.laurel_rank + hidden
-    coefficients = hidden * (streams + 2) + streams**2 + streams**3
-    whole = hidden * layers * width + width + 2 * (streams - 1) * hidden * hidden
-    return own + laurel + coefficients, whole
-
-
 _GEMMA3N = Architecture(
     model_type="gemma3n_text",
     defaults=GEMMA3N,
@@ -339,7 +316,6 @@ _GEMMA3N = Architecture(
     layer_sizes=gemma3n_layers,
     per_layer=gemma3n_per_layer,
     altup=gemma3n_altup,
-    extra_params=gemma3n_extra_params,
     refuse=refuse_gemma3,
 )
 

@@ -1,13 +1,12 @@
-"""Hybrids of attention and recurrent layers, and language models of vision-language families that have layers
-of others under names of their own, as `architectures.py` has the other architectures.
-"""
+"""Hybrids of attention and recurrent layers, as `architectures.py` has the other architectures."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..architecture import Architecture, as_it_is
-from ..attention import deepseek_latent, deepseek_scales, deepseek_sizes, falcon_h1_scales, granite_scales
+from ..attention import Scales, multiplier, multipliers
+from ..fields import Fields
 from ..moe import (
     StackedExperts,
     deepseek_v3_experts,
@@ -46,16 +45,15 @@ from ..recurrent.families import (
     refuse_other_nemotron,
 )
 from ..rope import (
-    deepseek_rope,
-    interleaved_rope,
     no_rope,
     one_rope,
     partial_rope,
     rope_if_named,
     rope_if_theta,
-    rope_of_texts,
     ropes_by_type,
 )
+from .deepseek import deepseek_latent, deepseek_rope, deepseek_scales, deepseek_sizes
+from .siblings import granite_scales
 
 LING_NAMES: Mapping[str, str] = {
     "max_position_embeddings": "model_max_length",
@@ -71,6 +69,27 @@ LFM3_ROPE: Mapping[str, Any] = {
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
 }
 """Default of transformers."""
+
+
+def falcon_h1_scales(fields: Fields) -> Scales:
+    """Return the multipliers of Falcon-H1. Those of attention's input and keys multiply its scores."""
+    inside, width = multiplier(fields, "attention_in_multiplier"), fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", fields.integer("hidden_size") // width or None)
+    if inside != 1 and fields.flag("attention_bias", default=False):
+        raise fields.error("attention_in_multiplier with attention_bias is not supported")
+    mamba_in = multiplier(fields, "ssm_in_multiplier")
+    if mamba_in != 1 and fields.flag("mamba_proj_bias", default=False):
+        raise fields.error("ssm_in_multiplier with mamba_proj_bias is not supported")
+    gate, down = multipliers(fields, "mlp_multipliers", 2)
+    return Scales(
+        embedding=multiplier(fields, "embedding_multiplier"),
+        attention=head_dim**-0.5 * multiplier(fields, "key_multiplier") * inside**2,
+        logits=multiplier(fields, "lm_head_multiplier"),
+        mamba_in=tuple(each * mamba_in for each in multipliers(fields, "ssm_multipliers", 5)),
+        mamba_out=multiplier(fields, "ssm_out_multiplier"),
+        attention_out=inside * multiplier(fields, "attention_out_multiplier"),
+        mlp=(gate, down),
+    )
 
 
 _QWEN3_5 = Architecture(
@@ -125,6 +144,39 @@ _LFM2 = Architecture(
         "k_norm": "k_layernorm",
         "norm": "embedding_norm",
     },
+)
+_LFM3 = Architecture(
+    model_type="lfm3",
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 7,
+        "sliding_window": 256,
+        "rope_parameters": LFM3_ROPE,
+    },
+    head_dim=128,
+    attention_bias=True,
+    qk_norm="heads",
+    block="sandwich",
+    head_gate_flag="use_attention_gate",
+    windows=lfm3_windows,
+    ropes=ropes_by_type,
+    recurrence=lfm3_recurrence,
+    sizes=lfm3_sizes,
+    aliases={"rms_norm_eps": "norm_eps"},
+    names={
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "post_operator_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffn_norm",
+        "mlp": "feed_forward",
+        "gate_proj": "w1",
+        "up_proj": "w3",
+        "down_proj": "w2",
+        "g_proj": "gate_proj",
+        "norm": "embedding_norm",
+    },
+    refuse=refuse_other_lfm3,
 )
 _BAMBA = Architecture(
     model_type="bamba",
@@ -187,39 +239,9 @@ HYBRIDS: dict[str, Architecture] = {
     "Qwen3_5MoeForConditionalGeneration": replace(_QWEN3_5_MOE, is_nested=True),
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": replace(_LFM2, model_type="lfm2_moe", sizes=as_it_is, experts=lfm2_moe_experts),
-    "Lfm3ForCausalLM": Architecture(
-        model_type="lfm3",
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-            "conv_L_cache": 7,
-            "sliding_window": 256,
-            "rope_parameters": LFM3_ROPE,
-        },
-        head_dim=128,
-        attention_bias=True,
-        qk_norm="heads",
-        block="sandwich",
-        head_gate_flag="use_attention_gate",
-        windows=lfm3_windows,
-        ropes=ropes_by_type,
-        recurrence=lfm3_recurrence,
-        sizes=lfm3_sizes,
-        aliases={"rms_norm_eps": "norm_eps"},
-        names={
-            "input_layernorm": "operator_norm",
-            "post_attention_layernorm": "post_operator_norm",
-            "pre_feedforward_layernorm": "ffn_norm",
-            "post_feedforward_layernorm": "post_ffn_norm",
-            "mlp": "feed_forward",
-            "gate_proj": "w1",
-            "up_proj": "w3",
-            "down_proj": "w2",
-            "g_proj": "gate_proj",
-            "norm": "embedding_norm",
-        },
-        refuse=refuse_other_lfm3,
-    ),
+    "Lfm3ForCausalLM": _LFM3,
+    "Lfm2VlForConditionalGeneration": replace(_LFM2, is_nested=True),
+    "Lfm3VlForConditionalGeneration": replace(_LFM3, is_nested=True),
     "BambaForCausalLM": _BAMBA,
     "JambaForCausalLM": replace(
         _BAMBA,
@@ -345,54 +367,3 @@ HYBRIDS: dict[str, Architecture] = {
     ),
 }
 """Hybrids by the class name in `architectures` of config.json."""
-
-
-_LLAMA_INSIDE = Architecture(model_type="llama", attention_bias=True, mlp_bias=True, is_nested=True)
-
-
-_GLM_OCR = Architecture(
-    model_type="glm_ocr_text",
-    defaults={"rms_norm_eps": 1e-5},
-    block="sandwich",
-    has_stacked_mlp=True,
-    ropes=rope_of_texts(interleaved_rope),
-    is_nested=True,
-    names={
-        "post_attention_layernorm": "post_self_attn_layernorm",
-        "pre_feedforward_layernorm": "post_attention_layernorm",
-        "post_feedforward_layernorm": "post_mlp_layernorm",
-    },
-)
-_GLM4V = replace(_GLM_OCR, model_type="glm4v_text", qkv_bias=True)
-
-MULTIMODAL: dict[str, Architecture] = {
-    "Idefics3ForConditionalGeneration": _LLAMA_INSIDE,
-    "SmolVLMForConditionalGeneration": _LLAMA_INSIDE,
-    "Lfm2VlForConditionalGeneration": replace(HYBRIDS["Lfm2ForCausalLM"], is_nested=True),
-    "Lfm3VlForConditionalGeneration": replace(HYBRIDS["Lfm3ForCausalLM"], is_nested=True),
-    "GlmOcrForConditionalGeneration": _GLM_OCR,
-    "Glm4vForConditionalGeneration": _GLM4V,
-    "Glm46VForConditionalGeneration": _GLM4V,
-    "Glm4vMoeForConditionalGeneration": Architecture(
-        model_type="glm4v_moe_text",
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "attention_bias": True,
-            "attention_out_bias": False,
-            "partial_rotary_factor": 0.5,
-            "first_k_dense_replace": 1,
-            "n_shared_experts": 1,
-            "n_routed_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 1408,
-        },
-        attention_bias=True,
-        ropes=rope_of_texts(partial_rope),
-        experts=deepseek_v3_experts,
-        is_nested=True,
-    ),
-    "InternVLForConditionalGeneration": Architecture(
-        model_type="internvl", is_nested=True, text_type="qwen2"
-    ),
-}
-"""Such models by the class name in `architectures` of config.json."""

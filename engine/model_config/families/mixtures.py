@@ -1,6 +1,4 @@
-"""Mixtures of experts with rules of their own: DeepSeek V3, Cohere 2 MoE, Flint,
-Kolibri 1, Laguna and MiMo V2 Flash.
-"""
+"""Mixtures of experts with rules of their own: Cohere 2 MoE, Flint, Kolibri 1, Laguna and MiMo V2 Flash."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +10,6 @@ from ..attention import (
     LayerSizes,
     Scales,
     cohere_scales,
-    deepseek_latent,
-    deepseek_scales,
-    deepseek_sizes,
     layer_types,
     types_every,
     types_where,
@@ -25,7 +20,6 @@ from ..moe import ExpertsConfig, deepseek_v3_experts, layers_after_dense, select
 from ..rope import (
     LayerRopes,
     RopeConfig,
-    deepseek_rope,
     interleaved_rope,
     partial_ropes_by_type,
     rope_of_sliding_layers,
@@ -249,25 +243,6 @@ _LAGUNA_ROPES: Mapping[str, Any] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
 }
 
-DEEPSEEK_V3 = Architecture(
-    model_type="deepseek_v3",
-    defaults={
-        "q_lora_rank": 1536,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 3,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
-        "num_nextn_predict_layers": 1,
-    },
-    sizes=deepseek_sizes,
-    latent=deepseek_latent,
-    scales=deepseek_scales,
-    ropes=deepseek_rope,
-    experts=deepseek_v3_experts,
-    own_code="modeling_deepseek.DeepseekV3ForCausalLM",
-    mtp="deepseek",
-)
 MIXTURES: dict[str, Architecture] = {
     "Cohere2MoeForCausalLM": Architecture(
         model_type="cohere2_moe",

@@ -1,5 +1,5 @@
-"""Llama 4, Mistral 4, AFMoE, OLMo 2, MiniCPM 3 and Phi-MoE: defaults, rules and entries of
-`architectures.py`.
+"""Llama 4, AFMoE, Ling 2.0, OLMo 2 and 3, FlexOlmo and Phi-MoE, and the language models of Idefics3, SmolVLM,
+GLM-4V, GLM-OCR and InternVL: defaults, rules and entries of `architectures.py`.
 """
 
 from collections.abc import Mapping
@@ -10,34 +10,28 @@ from ..architecture import Architecture
 from ..attention import (
     Scales,
     Windows,
-    deepseek_latent,
-    deepseek_scales,
-    deepseek_sizes,
     one_window,
     types_by_pattern,
     windows_by_type,
 )
-from ..fields import Fields, raw_rope
+from ..fields import Fields
 from ..moe import (
     ExpertsConfig,
     StackedExperts,
-    deepseek_experts,
     deepseek_v3_experts,
     experts_with,
     olmoe_experts,
-    refuse_small_groups,
     selected_of,
 )
 from ..rope import (
-    MAX_FACTOR,
     LayerRopes,
     RopeConfig,
-    deepseek_rope,
     interleaved_rope,
     olmo3_ropes,
     one_rope,
     partial_rope,
     rope_of_sliding_layers,
+    rope_of_texts,
     rotating_layers,
 )
 
@@ -59,7 +53,6 @@ LLAMA4: Mapping[str, Any] = {
 }
 """Defaults of transformers for its text part."""
 _CHUNKED, _FULL = "chunked_attention", "full_attention"
-_GROWTH = "llama_4_scaling_beta"
 
 
 def llama4_sizes(fields: Fields) -> dict[str, Any]:
@@ -149,56 +142,9 @@ def afmoe_scales(fields: Fields) -> Scales:
     return Scales(embedding=fields.integer("hidden_size") ** 0.5 if is_scaled else 1.0)
 
 
-def mistral4_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return the RoPE of latent attention, and a table that turns nothing: by it whole queries grow with
-    their position.
-    """
-    raw = raw_rope(fields)
-    rope = Fields(raw, f"{fields.where}: rope parameters")
-    growth, original = rope.number(_GROWTH, 0.0), rope.integer("original_max_position_embeddings", positions)
-    if not 0.0 <= growth <= MAX_FACTOR:
-        raise rope.error(f"{_GROWTH} {growth} must be from 0 to {MAX_FACTOR:.0f}")
-    if (sizes := deepseek_latent(fields)).nope % sizes.rope:
-        raise fields.error(
-            f"qk_nope_head_dim {sizes.nope} is not a multiple of qk_rope_head_dim {sizes.rope}"
-        )
-    others = {key: value for key, value in raw.items() if key not in {_GROWTH, "partial_rotary_factor"}}
-    # The part is that of a whole query. All dimensions of the rotated part are rotated.
-    changed = {"rope_parameters": others, "rope_scaling": None, "partial_rotary_factor": None}
-    plain = fields.replace(**changed)
-    ropes, layer_ropes = deepseek_rope(plain, head_dim, positions, layers)
-    if not growth:
-        return ropes, layer_ropes
-    grown = RopeConfig(rotary_dim=0, query_growth=growth, original_context=original, of_queries=True)
-    return (*ropes, grown), layer_ropes
-
-
-def mistral4_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read a softmax router with groups, of which two experts count, beside shared experts."""
-    found = refuse_small_groups(fields, deepseek_experts(fields, layers, group_best=2))
-    return replace(found, stacked=StackedExperts()) if any(found.layers) else None
-
-
 def refuse_clipping(fields: Fields) -> None:
     if fields.raw.get("clip_qkv") is not None:
         raise fields.error("clip_qkv is not supported")
-
-
-def minicpm3_sizes(fields: Fields) -> dict[str, Any]:
-    usual = fields.integer("hidden_size") // fields.integer("num_attention_heads") or 1
-    value = fields.integer("v_head_dim", usual)
-    return {"v_head_dim": value, **deepseek_sizes(fields.replace(v_head_dim=value))}
-
-
-def minicpm3_scales(fields: Fields) -> Scales:
-    """Return multipliers of embeddings, of what layers add and of logits, beside that of attention."""
-    layers, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
-    residual = fields.number("scale_depth", layers**0.5) / layers**0.5
-    base = fields.integer("dim_model_base", hidden)
-    if residual <= 0:
-        raise fields.error(f"scale_depth {fields.raw['scale_depth']} must be larger than 0")
-    embedding = fields.number("scale_emb", 1.0) / residual
-    return replace(deepseek_scales(fields), embedding=embedding, residual=residual, logits=base / hidden)
 
 
 def refuse_other_ling(fields: Fields) -> None:
@@ -245,35 +191,23 @@ _OLMO2 = Architecture(
     block="post_norm",
     refuse=refuse_clipping,
 )
-MISTRAL4 = Architecture(
-    model_type="mistral4",
-    defaults={
-        "kv_lora_rank": 256,
-        "q_lora_rank": 1024,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 128.0,
-            "original_max_position_embeddings": 8192,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            _GROWTH: 0.1,
-        },
+_LLAMA_INSIDE = Architecture(model_type="llama", attention_bias=True, mlp_bias=True, is_nested=True)
+
+
+_GLM_OCR = Architecture(
+    model_type="glm_ocr_text",
+    defaults={"rms_norm_eps": 1e-5},
+    block="sandwich",
+    has_stacked_mlp=True,
+    ropes=rope_of_texts(interleaved_rope),
+    is_nested=True,
+    names={
+        "post_attention_layernorm": "post_self_attn_layernorm",
+        "pre_feedforward_layernorm": "post_attention_layernorm",
+        "post_feedforward_layernorm": "post_mlp_layernorm",
     },
-    sizes=deepseek_sizes,
-    latent=deepseek_latent,
-    scales=deepseek_scales,
-    ropes=mistral4_ropes,
-    experts=mistral4_experts,
 )
+_GLM4V = replace(_GLM_OCR, model_type="glm4v_text", qkv_bias=True)
 
 OTHER_FAMILIES: dict[str, Architecture] = {
     "AfmoeForCausalLM": Architecture(
@@ -341,26 +275,6 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         own_code="modeling_bailing_moe_v2.BailingMoeV2ForCausalLM",
         refuse=refuse_other_ling,
     ),
-    "MiniCPM3ForCausalLM": Architecture(
-        model_type="minicpm3",
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-            "kv_lora_rank": 256,
-            "q_lora_rank": 768,
-            "qk_nope_head_dim": 64,
-            "qk_rope_head_dim": 32,
-            "scale_emb": 12,
-            "scale_depth": 1.4,
-            "dim_model_base": 256,
-        },
-        sizes=minicpm3_sizes,
-        latent=deepseek_latent,
-        scales=minicpm3_scales,
-        ropes=partial_rope,
-        own_code="modeling_minicpm.MiniCPM3ForCausalLM",
-    ),
-    "Mistral4ForCausalLM": MISTRAL4,
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(
         _OLMO2,
@@ -376,4 +290,30 @@ OTHER_FAMILIES: dict[str, Architecture] = {
     "Llama4ForConditionalGeneration": replace(_LLAMA4, is_nested=True),
     "PhimoeForCausalLM": _PHIMOE,
     "PhiMoEForCausalLM": _PHIMOE,
+    "Idefics3ForConditionalGeneration": _LLAMA_INSIDE,
+    "SmolVLMForConditionalGeneration": _LLAMA_INSIDE,
+    "GlmOcrForConditionalGeneration": _GLM_OCR,
+    "Glm4vForConditionalGeneration": _GLM4V,
+    "Glm46VForConditionalGeneration": _GLM4V,
+    "Glm4vMoeForConditionalGeneration": Architecture(
+        model_type="glm4v_moe_text",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "partial_rotary_factor": 0.5,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+        },
+        attention_bias=True,
+        ropes=rope_of_texts(partial_rope),
+        experts=deepseek_v3_experts,
+        is_nested=True,
+    ),
+    "InternVLForConditionalGeneration": Architecture(
+        model_type="internvl", is_nested=True, text_type="qwen2"
+    ),
 }

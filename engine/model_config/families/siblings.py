@@ -1,4 +1,6 @@
-"""Families that differ from others by few rules, as `architectures.py` has the other architectures."""
+"""Families that differ from others by few rules: Arcee, CWM, dots.llm1, K-EXAONE, Granite MoE, Helium,
+Hunyuan, Hy3, HyperCLOVA X, Mellum 2, Ministral, Qwen-VL and Solar Open.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,12 +10,9 @@ from ..architecture import Architecture
 from ..attention import (
     FULL,
     SLIDING,
+    Scales,
     Windows,
-    deepseek_latent,
-    deepseek_scales,
-    deepseek_sizes,
-    granite_scales,
-    hyperclova_scales,
+    multiplier,
     types_by_pattern,
     types_where,
     windows_by_type,
@@ -36,7 +35,6 @@ from ..recurrent.families import granite_sizes
 from ..rope import (
     LayerRopes,
     RopeConfig,
-    deepseek_rope,
     interleaved_rope,
     olmo3_ropes,
     one_rope,
@@ -94,6 +92,23 @@ def ropes_by_theta(fields: Fields, head_dim: int, positions: int, layers: int) -
     known = sorted(set(bases), reverse=True)
     ropes = [replace(base, theta=theta) if theta else RopeConfig(rotary_dim=0) for theta in known]
     return tuple(ropes), tuple(known.index(theta) for theta in bases)
+
+
+def granite_scales(fields: Fields) -> Scales:
+    residual = multiplier(fields, "residual_multiplier")
+    return Scales(
+        embedding=multiplier(fields, "embedding_multiplier") / residual,
+        attention=multiplier(fields, "attention_multiplier"),
+        residual=residual,
+        logits=1 / multiplier(fields, "logits_scaling"),
+    )
+
+
+def hyperclova_scales(fields: Fields) -> Scales:
+    """Return the multipliers of a Granite, but for logits, which are multiplied."""
+    found = granite_scales(fields)
+    attention = found.attention if fields.raw.get("attention_multiplier") is not None else None
+    return replace(found, attention=attention, logits=multiplier(fields, "logits_scaling"))
 
 
 def granite_shared_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
@@ -352,21 +367,6 @@ SIBLINGS: dict[str, Architecture] = {
         head_dim=128,
         attention_bias=True,
         experts=deepseek_v3_experts,
-    ),
-    "YoutuForCausalLM": Architecture(
-        model_type="youtu",
-        defaults={
-            "tie_word_embeddings": True,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
-        },
-        sizes=deepseek_sizes,
-        latent=deepseek_latent,
-        scales=deepseek_scales,
-        ropes=deepseek_rope,
     ),
 }
 """Siblings by the class name in `architectures` of config.json."""

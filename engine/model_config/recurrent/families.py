@@ -4,7 +4,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from ..attention import SLIDING, Windows, deepseek_sizes, window_of
+from ..attention import SLIDING, Windows, window_of
+from ..families.deepseek import deepseek_sizes
 from ..fields import Fields, show
 from ..moe import (
     ExpertsConfig,
