@@ -115,6 +115,22 @@ def test_an_empty_conversation_offers_first_questions(window: Window):
     assert page.locator(".message").count() == 0  # nothing was sent
 
 
+def test_menus_close_by_a_click_beside_them_and_by_escape(window: Window):
+    window.open("/admin/chat")
+    page = window.page
+    page.locator(".welcome").wait_for()
+    field = page.get_by_label("System prompt", exact=True)
+    page.get_by_text("System prompt and sampling").click()
+    field.click()
+    assert field.is_visible(), "a click inside leaves it open"
+    page.get_by_role("heading", name="Chat", exact=True).click()
+    assert field.is_hidden()
+    page.get_by_text("System prompt and sampling").click()
+    field.wait_for()
+    page.keyboard.press("Escape")
+    assert field.is_hidden()
+
+
 def test_an_answer_is_stopped_and_what_came_is_kept(window: Window):
     window.open("/admin/chat")
     page = window.page

@@ -138,7 +138,7 @@ def _spans(cells: Sequence[Cell], glyphs: Glyphs) -> list[Span]:
     spans: list[Span] = []
     for live, cached in cells:
         mark, tone = (
-            (glyphs.bar, "kv") if live else (glyphs.half, "cached") if cached else (glyphs.rest, "rule")
+            (glyphs.bar, "kv") if live else (glyphs.half, "cached") if cached else (glyphs.rest, "track")
         )
         if spans and spans[-1][1] == tone:
             spans[-1] = (spans[-1][0] + mark, tone)
