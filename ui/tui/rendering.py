@@ -251,7 +251,7 @@ def _make(theme: Theme, *, stale: bool) -> dict[str, Style]:
         "warn": on_ground(color("warning")),
         "bad": on_ground(color("error"), bold=True),
         "accent": on_ground(primary),
-        "selected": on_ground(text, bold=True, ground=back.blend(primary, 0.22)),
+        "selected": on_ground(text, bold=True, ground=back.blend(primary, 0.15)),
         "header": on_ground(gray, bold=True, ground=color("surface")),
         "kv": on_ground(accent),
         "cached": on_ground(back.blend(accent, 0.5)),
@@ -266,7 +266,9 @@ def _make(theme: Theme, *, stale: bool) -> dict[str, Style]:
     return {
         name: style
         if name == "tab"
-        else on_ground({"rule": rule, "track": rule}.get(name, gray), ground=Color.from_rich_color(style.bgcolor))
+        else on_ground(
+            {"rule": rule, "track": rule}.get(name, gray), ground=Color.from_rich_color(style.bgcolor)
+        )
         for name, style in made.items()
     }
 

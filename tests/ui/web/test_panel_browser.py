@@ -104,7 +104,7 @@ def test_a_page_whose_stream_is_gone_turns_gray_and_comes_back(window: Window):
 
 def test_a_page_whose_session_is_gone_goes_to_the_sign_in(window: Window):
     page = window.page
-    page.route("**/admin/api/events", lambda route: route.abort())
+    page.route("**/admin/api/events", lambda route: route.fulfill(status=401))
     window.open("/admin/telemetry")
     page.get_by_text("no answer since").wait_for()
     page.context.clear_cookies()

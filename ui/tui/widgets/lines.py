@@ -43,7 +43,9 @@ class LineWidget(Widget):
         tones = self.tones
         base = tones[under or ""]
         ground = Style(bgcolor=base.bgcolor, bold=base.bold or None) if under else Style.null()
-        segments = [Segment(text, tones[tone] if tone == "tab" else tones[tone] + ground) for text, tone in line]
+        segments = [
+            Segment(text, tones[tone] if tone == "tab" else tones[tone] + ground) for text, tone in line
+        ]
         return Strip(segments).adjust_cell_length(width, base).simplify()
 
 

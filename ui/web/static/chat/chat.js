@@ -309,7 +309,7 @@ function finish(shown, made, kept, problems) {
   const drawn = kept ? drawMessage(made) : element("article", "message assistant");
   drawn.append(...problems.map((problem) => element("p", "failure", problem)));
   shown.replaceWith(drawn);
-  if (following) toEnd();
+  if (following) Promise.all(rendering).then(toEnd);
 }
 
 function busy(is) {
