@@ -414,7 +414,8 @@ if (page) {
   find("prompt").addEventListener("keydown", (event) => isSend(event) && (event.preventDefault(), send()));
   find("stop").addEventListener("click", () => stopper?.abort());
   const close = (event) => document.querySelectorAll(".menu[open]").forEach((menu) => event.composedPath().includes(menu) && event.key !== "Escape" || (menu.open = false));
-  for (const event of ["click", "focusin"]) document.addEventListener(event, close);
+  document.addEventListener("click", close);
+  find("prompt").addEventListener("focus", close);
   document.addEventListener("keydown", (event) => event.key === "Escape" && (stopper?.abort(), close(event)));
   find("new").addEventListener("click", startNew);
   find("prompt").addEventListener("paste", (event) => {
