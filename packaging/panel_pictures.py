@@ -227,7 +227,7 @@ def draw(link: str, chosen: argparse.Namespace) -> None:
         page.get_by_role("heading", name="Overview").wait_for()
         if chosen.readme:
             page.set_viewport_size({"width": 1280, "height": 960})
-            page.wait_for_timeout(4000)  # rates of the load
+            page.wait_for_timeout(45_000)  # rates of the load, and their trends
             page.screenshot(path=README_PICTURE)
             return
         home = page.url.partition("/admin")[0]

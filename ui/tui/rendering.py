@@ -29,13 +29,11 @@ DASH: Final = "-"
 class Glyphs:
     """Characters that the terminal can draw."""
 
-    bar: str = "█"
-    half: str = "▒"
-    rest: str = "░"
-    fill: str = "▇"
-    """Cell of a meter: lower than a line, so that meters below each other stay apart."""
-    track: str = "▇"
-    """Empty cell of a meter, drawn in the tone of rules."""
+    bar: str = "▇"
+    """Cell of a meter or a map: lower than a line, so that those below each other stay apart."""
+    half: str = "▇"
+    rest: str = "▇"
+    """Empty cell of a meter, which its tone alone tells from the others."""
     dot: str = "●"
     rule: str = "─"
     more: str = "…"
@@ -52,10 +50,10 @@ class Glyphs:
 
 
 UNICODE: Final = Glyphs()
-PLAIN: Final = Glyphs(fill="█", track="░")
+PLAIN: Final = Glyphs(bar="█", half="▒", rest="░")
 """For text without colors."""
 ASCII: Final = Glyphs(
-    bar="#", half="+", rest=".", fill="#", track=".", dot="*", rule="-", more="~", down="in ", up="out ",
+    bar="#", half="+", rest=".", dot="*", rule="-", more="~", down="in ", up="out ",
     cursor=">", warning="!", degree="C", tick="|", side="|", corner="+", ascending="^",
     descending="v",
 )  # fmt: skip
@@ -104,11 +102,11 @@ def bar(parts: Sequence[tuple[float, str]], width: int, glyphs: Glyphs) -> Line:
     for index, (share, tone) in enumerate(parts):
         wanted = round(share * width)
         cells = min(left, max(1, wanted) if share > 0 else 0)
-        mark = glyphs.fill if glyphs.fill != "#" or index == 0 else "#+=%@"[index % 5]
+        mark = glyphs.bar if glyphs.bar != "#" or index == 0 else "#+=%@"[index % 5]
         if cells:
             spans.append((mark * cells, tone))
         left -= cells
-    spans.append((glyphs.track * left, "track"))
+    spans.append((glyphs.rest * left, "track"))
     return tuple(spans)
 
 
@@ -237,7 +235,7 @@ def _make(theme: Theme, *, stale: bool) -> dict[str, Style]:
     accent, primary = color("accent"), color("primary")
     if theme.name not in {each.name for each in OWN} and _distance(accent, color("warning")) < 40:
         accent = color("secondary")  # some themes have one color for both
-    gray, rule = back.blend(text, 0.6), back.blend(text, 0.2)
+    gray, rule = back.blend(text, 0.68), back.blend(text, 0.2)
 
     def on_ground(fore: Color, *, bold: bool = False, ground: Color = back) -> Style:
         return Style(color=fore.rich_color, bgcolor=ground.rich_color, bold=bold)
@@ -253,7 +251,7 @@ def _make(theme: Theme, *, stale: bool) -> dict[str, Style]:
         "warn": on_ground(color("warning")),
         "bad": on_ground(color("error"), bold=True),
         "accent": on_ground(primary),
-        "selected": on_ground(text, bold=True, ground=back.blend(primary, 0.22)),
+        "selected": on_ground(text, bold=True, ground=back.blend(primary, 0.15)),
         "header": on_ground(gray, bold=True, ground=color("surface")),
         "kv": on_ground(accent),
         "cached": on_ground(back.blend(accent, 0.5)),
@@ -268,7 +266,9 @@ def _make(theme: Theme, *, stale: bool) -> dict[str, Style]:
     return {
         name: style
         if name == "tab"
-        else on_ground({"rule": rule, "track": rule}.get(name, gray), ground=Color.from_rich_color(style.bgcolor))
+        else on_ground(
+            {"rule": rule, "track": rule}.get(name, gray), ground=Color.from_rich_color(style.bgcolor)
+        )
         for name, style in made.items()
     }
 

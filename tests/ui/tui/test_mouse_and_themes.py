@@ -4,13 +4,15 @@ import json
 
 import msgspec
 import pytest
+from textual.color import Color
 from textual.widgets import OptionList
 
 from llmbox.app.telemetry.snapshot import Alert, Tick, find_alerts
 from llmbox.ui.tui.app import SCREENS
 from llmbox.ui.tui.messages import DashboardState
-from llmbox.ui.tui.rendering import DARK, NAMES, TONES, read_choice, remember_choice, styles
+from llmbox.ui.tui.rendering import DARK, NAMES, OWN, TONES, read_choice, remember_choice, styles
 from llmbox.ui.tui.screens.base import TITLES
+from llmbox.ui.tui.screens.logs import TONES as LOG_TONES
 from llmbox.ui.tui.screens.logs import split_model
 from llmbox.ui.tui.widgets.dialogs import ChoiceDialog, KeyValueDialog
 from llmbox.ui.tui.widgets.lines import FixedTable
@@ -127,6 +129,41 @@ async def test_a_theme_is_chosen_with_a_preview_and_remembered(stage, tmp_path):
         for name in NAMES:
             assert styles(scene.app.get_theme(name)).keys() == set(TONES)
             assert styles(scene.app.get_theme(name), stale=True).keys() == set(TONES)
+
+
+def light(color: Color) -> float:
+    """Relative luminance as WCAG defines it."""
+    red, green, blue = (
+        part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in color.normalized
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(fore, back) -> float:
+    lights = sorted(light(Color.from_rich_color(each)) + 0.05 for each in (fore, back))
+    return lights[1] / lights[0]
+
+
+@pytest.mark.parametrize("theme", OWN, ids=lambda theme: theme.name)
+def test_texts_of_our_themes_can_be_read(theme):
+    made = styles(theme)
+    texts = {
+        "",
+        "title",
+        "strong",
+        "muted",
+        "good",
+        "warn",
+        "bad",
+        "accent",
+        "tab",
+        "header",
+        *LOG_TONES.values(),
+    }
+    low = {name: round(contrast(made[name].color, made[name].bgcolor), 2) for name in texts}
+    assert {name: value for name, value in low.items() if value < 4.5} == {}
+    assert contrast(made["selected"].color, made["selected"].bgcolor) > 7
+    assert made["frame"].bgcolor != made[""].bgcolor, "the first line stands out"
 
 
 def test_the_remembered_theme_survives_what_is_not_one(tmp_path):

@@ -115,6 +115,32 @@ def test_an_empty_conversation_offers_first_questions(window: Window):
     assert page.locator(".message").count() == 0  # nothing was sent
 
 
+def test_menus_close_by_a_click_beside_them_and_by_escape(window: Window):
+    window.open("/admin/chat")
+    page = window.page
+    page.locator(".welcome").wait_for()
+    field = page.get_by_label("System prompt", exact=True)
+    page.get_by_text("System prompt and sampling").click()
+    field.click()
+    assert field.is_visible(), "a click inside leaves it open"
+    page.get_by_role("heading", name="Chat", exact=True).click()
+    assert field.is_hidden()
+    page.get_by_text("System prompt and sampling").click()
+    field.wait_for()
+    page.keyboard.press("Escape")
+    assert field.is_hidden()
+
+
+def test_the_field_stays_below_a_long_conversation(window: Window):
+    window.open("/admin/chat")
+    page = window.page
+    page.locator(".welcome").wait_for()
+    page.evaluate("document.querySelector('.welcome').style.height = '4000px'")
+    field = page.locator("#compose").bounding_box()
+    assert field["y"] + field["height"] <= page.viewport_size["height"]
+    assert page.evaluate("document.documentElement.scrollHeight <= innerHeight"), "the messages alone scroll"
+
+
 def test_an_answer_is_stopped_and_what_came_is_kept(window: Window):
     window.open("/admin/chat")
     page = window.page
@@ -201,6 +227,7 @@ def test_a_preset_brings_prompt_sampling_and_schema_back(window: Window):
     assert sent[0]["temperature"] == 0.2
     assert sent[0]["response_format"]["json_schema"]["schema"] == {"type": "object"}
     page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_text("System prompt and sampling").click()  # asking has closed the menu
     page.get_by_role("button", name="Delete preset").click()
     page.wait_for_function("() => document.getElementById('preset').options.length === 1")
 

@@ -89,6 +89,60 @@ def test_an_adapter_is_added_chatted_with_and_removed(window: Window, tmp_path: 
     page.get_by_text("There are no LoRA adapters.").wait_for()
 
 
+def test_a_page_whose_stream_is_gone_turns_gray_and_comes_back(window: Window):
+    page = window.page
+    page.route("**/admin/live/**", lambda route: route.abort())
+    window.open("/admin/models")
+    page.get_by_text("no answer since").wait_for()
+    rows = page.locator('section[aria-label="Installed"]')
+    assert rows.evaluate("each => getComputedStyle(each).filter") == "grayscale(1)"
+    page.unroute("**/admin/live/**")
+    page.get_by_text("live", exact=True).wait_for()
+    assert rows.evaluate("each => getComputedStyle(each).filter") == "none"
+    window.problems.clear()  # the browser's lines about the refused streams
+
+
+def test_a_page_whose_session_is_gone_goes_to_the_sign_in(window: Window):
+    page = window.page
+    page.route("**/admin/api/events", lambda route: route.fulfill(status=401))
+    window.open("/admin/telemetry")
+    page.get_by_text("no answer since").wait_for()
+    page.context.clear_cookies()
+    page.wait_for_url("**/admin/signin*")
+    window.problems.clear()
+
+
+def test_live_figures_move_nothing_on_the_page(window: Window):
+    window.panel.complete(20)
+    window.open("/admin")
+    page = window.page
+    page.get_by_text("live", exact=True).wait_for()
+    page.locator(".stats .tile").first.wait_for()
+    page.wait_for_timeout(1000)  # charts have their data
+    page.evaluate("""() => {
+      window.moved = [];
+      new PerformanceObserver((list) => window.moved.push(...list.getEntries().map((each) => each.value)))
+        .observe({ type: 'layout-shift' });
+    }""")
+    before = page.locator(".stats").text_content()
+    for _ in range(3):
+        window.panel.complete(20)
+        page.wait_for_timeout(700)
+    assert page.locator(".stats").text_content() != before, "figures came"
+    assert sum(page.evaluate("window.moved")) < 0.01
+
+
+def test_a_name_that_is_cut_is_told_in_full(window: Window):
+    name = "n" * 90
+    body = {"model": name, "prompt": "hello"}
+    assert httpx.post(f"{window.panel.url}/v1/completions", json=body).status_code == 404
+    window.open("/admin/requests")
+    cell = window.page.get_by_role("cell", name=name).first
+    cell.hover()
+    assert cell.get_attribute("title") == name
+    assert cell.bounding_box()["width"] < 300
+
+
 def test_loads_are_marks_in_the_charts(window: Window):
     window.open("/admin/telemetry")
     page = window.page

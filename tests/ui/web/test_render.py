@@ -7,7 +7,7 @@ import pytest
 from llmbox.app.config.settings import SECTIONS, schema
 from llmbox.app.telemetry.snapshot import NA, Totals
 from llmbox.engine.ipc.messages import DraftCounts
-from llmbox.ui.web.pages.overview import TRENDS, _trend
+from llmbox.ui.web.pages.overview import _trend
 from llmbox.ui.web.pages.settings import SECTION_TITLES, TITLES
 from llmbox.ui.web.render import NONE, ago, environment, percent
 from support.snapshots import blocks, engine, idle_tick, tick
@@ -88,8 +88,12 @@ def test_a_build_without_browser_libraries_shows_no_empty_charts(libraries):
 
 
 def test_a_trend_is_as_wide_as_its_picture():
-    points = [(1_000_000 - 700, {"kv_used": 1.0}), (1_000_000 - 600, {"kv_used": 0.5}), (1_000_000 - 300, {"cpu": 1.0})]
+    points = [
+        (1_000_000 - 700, {"kv_used": 1.0}),
+        (1_000_000 - 600, {"kv_used": 0.5}),
+        (1_000_000 - 300, {"cpu": 1.0}),
+    ]
     assert _trend(points, "kv_used", 1.0, 1_000_000) == "", "one value of the last ten minutes is no line"
     points.append((1_000_000, {"kv_used": 1.0}))
-    assert _trend(points, "kv_used", 1.0, 1_000_000) == "M0 32L0 15.4L600 2.8V32"
-    assert _trend(points, "kv_used", 2.0, 1_000_000) == "M0 32L0 21.7L600 15.4V32"
+    assert _trend(points, "kv_used", 1.0, 1_000_000) == "M-9 37L0 15.4L600 2.8h9V37"
+    assert _trend(points, "kv_used", 2.0, 1_000_000) == "M-9 37L0 21.7L600 15.4h9V37"

@@ -37,7 +37,9 @@ def test_a_replay_works_without_scripts(panel, signed_in):
     shares = re.findall(r'<rect class="[a-z]+" x="([0-9.]+)" width="([0-9.]+)" height="4"/></svg></td>', page)
     assert len(shares) >= 3
     for (begin, share), (after, _) in pairwise(shares):
-        assert float(begin) <= float(after) <= float(begin) + float(share) + 0.02, "each begins where one ends"
+        assert float(begin) <= float(after) <= float(begin) + float(share) + 0.02, (
+            "each begins where one ends"
+        )
     token = re.search(r'name="csrf_token" value="([^"]+)"', page)
     assert token is not None
     path = f"/admin/requests/{answer['id']}/replay"

@@ -10,7 +10,7 @@ from textual.types import CSSPathType
 from textual.widget import Widget
 
 from ..messages import FetchData
-from ..rendering import DASH, Line, clean, heading, seconds
+from ..rendering import DASH, Line, clean, count, heading, seconds
 from ..widgets.lines import Column, FixedTable, Lines, Row, cut
 from .base import DashboardScreen
 
@@ -147,7 +147,7 @@ def _run_row(run: Mapping[str, Any], marked: bool) -> Row:
             (_when(run), "muted"),
             (clean(str(run["model"])), ""),
             (streams, "muted"),
-            (f"{best:.1f}", "strong"),
+            (count(best), "strong"),
             (seconds(first), "muted"),
         ),
         (marked, run["time"], run["model"], streams, best, first),

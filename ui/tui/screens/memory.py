@@ -82,8 +82,8 @@ def _legend(glyphs: Glyphs) -> list[Line]:
              ("workspace", "workspace"), ("others", "others"))  # fmt: skip
     spans: list[Span] = [(" ", "")]
     for kind, name in names:
-        spans += [(glyphs.fill, TONES[kind]), (f" {name}  ", "muted")]
-    return [(*spans, (glyphs.track, "track"), (" free", "muted"))]
+        spans += [(glyphs.bar, TONES[kind]), (f" {name}  ", "muted")]
+    return [(*spans, (glyphs.rest, "track"), (" free", "muted"))]
 
 
 def _device(device: DeviceMemory, width: int, glyphs: Glyphs) -> list[Line]:

@@ -43,7 +43,9 @@ class LineWidget(Widget):
         tones = self.tones
         base = tones[under or ""]
         ground = Style(bgcolor=base.bgcolor, bold=base.bold or None) if under else Style.null()
-        segments = [Segment(text, tones[tone] if tone == "tab" else tones[tone] + ground) for text, tone in line]
+        segments = [
+            Segment(text, tones[tone] if tone == "tab" else tones[tone] + ground) for text, tone in line
+        ]
         return Strip(segments).adjust_cell_length(width, base).simplify()
 
 
@@ -138,7 +140,7 @@ def _spans(cells: Sequence[Cell], glyphs: Glyphs) -> list[Span]:
     spans: list[Span] = []
     for live, cached in cells:
         mark, tone = (
-            (glyphs.bar, "kv") if live else (glyphs.half, "cached") if cached else (glyphs.rest, "rule")
+            (glyphs.bar, "kv") if live else (glyphs.half, "cached") if cached else (glyphs.rest, "track")
         )
         if spans and spans[-1][1] == tone:
             spans[-1] = (spans[-1][0] + mark, tone)

@@ -160,7 +160,7 @@ async def _now(panel: PageContext) -> dict[str, Any]:
 def _trend(points: Iterable[tuple[int, dict[str, float]]], name: str, top: float, now: int) -> str:
     """Return a series as an SVG path: its last ten minutes, or since its first value if that is later.
 
-    Its ends lie below the picture. Empty if there are no two values. `top`: the least value of its upper edge.
+    Its ends lie outside the picture. `top` is the least value of the upper edge. Empty below two values.
     """
     found = [(at, values[name]) for at, values in points if at >= now - TREND_S and name in values]
     if len(found) < 2:
@@ -171,7 +171,7 @@ def _trend(points: Iterable[tuple[int, dict[str, float]]], name: str, top: float
         f"L{TREND_S * (at - begin) // span} {TREND_HEIGHT * (1 - 0.9 * value / high):.1f}"
         for at, value in found
     )
-    return f"M0 {TREND_HEIGHT + 4}{line}V{TREND_HEIGHT + 4}"
+    return f"M-9 {TREND_HEIGHT + 9}{line}h9V{TREND_HEIGHT + 9}"
 
 
 async def _usage(panel: PageContext, chosen: str) -> dict[str, Any]:

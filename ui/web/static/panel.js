@@ -42,16 +42,19 @@ document.addEventListener("selectionchange", () => {
 });
 
 let watch = 0;
+let since = "";
 document.addEventListener("htmx:sseOpen", () => {
   clearInterval(watch);
-  watch = 0;
+  [watch, since] = [0, ""];
   say("live", "live");
 });
-document.addEventListener("htmx:sseError", () => {
-  if (watch) return;
-  say("lost", `no answer since ${new Date().toLocaleTimeString()}: trying again`);
-  watch = setInterval(lookAgain, 2000);
-});
+document.addEventListener("htmx:sseError", lose);
+
+function lose() {
+  since ||= new Date().toLocaleTimeString();
+  say("lost", `no answer since ${since}: trying again`);
+  watch ||= setInterval(lookAgain, 2000);
+}
 
 // The extension waits up to a minute between two attempts: a daemon that is back is noticed sooner.
 async function lookAgain() {
@@ -68,6 +71,7 @@ export async function isBack() {
 const renew = () => window.htmx.ajax("GET", location.href, { target: "#live", select: "#live", swap: "outerHTML" });
 
 document.addEventListener("htmx:sendError", () => {
+  if (document.querySelector("[sse-connect]")) return lose();
   const told = Object.assign(document.createElement("p"), { className: "failure", textContent: "The daemon does not answer. Start it with llmbox up, then try again." });
   document.getElementById("said").replaceChildren(told);
 });

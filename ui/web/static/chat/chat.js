@@ -309,7 +309,7 @@ function finish(shown, made, kept, problems) {
   const drawn = kept ? drawMessage(made) : element("article", "message assistant");
   drawn.append(...problems.map((problem) => element("p", "failure", problem)));
   shown.replaceWith(drawn);
-  if (following) toEnd();
+  if (following) Promise.all(rendering).then(toEnd);
 }
 
 function busy(is) {
@@ -415,6 +415,7 @@ if (page) {
   find("stop").addEventListener("click", () => stopper?.abort());
   const close = (event) => document.querySelectorAll(".menu[open]").forEach((menu) => event.composedPath().includes(menu) && event.key !== "Escape" || (menu.open = false));
   document.addEventListener("click", close);
+  find("prompt").addEventListener("focus", close);
   document.addEventListener("keydown", (event) => event.key === "Escape" && (stopper?.abort(), close(event)));
   find("new").addEventListener("click", startNew);
   find("prompt").addEventListener("paste", (event) => {
