@@ -260,13 +260,11 @@ class Ops:
 
     linear_in_shares: Callable[[PackedLinear, Tensor, int], Tensor] | None = None
     """Linear whose sums are the same on one rank, and on 2 or 4 whose results are added in pairs: (packed,
-    x_TI, ranks) -> new tensor, the model's dtype on one rank and float32 on more. None: not had.
-    """
+    x_TI, ranks) -> new tensor, the model's dtype on one rank and float32 on more. None: not had."""
 
     scratch: Callable[[str, Tensor, int, torch.dtype], Tensor] = _empty_scratch
     """Scratch: (name, any tensor of T rows, width, dtype) -> [T, width] of undefined content. `host_callback`
-    fills it. New tensor for each name.
-    """
+    fills it. New tensor for each name."""
 
     fused_norm: NormBy = lambda norm: norm(None)[0]
     """Fused norm: runs an `add_rms_norm` of another kernel, such as one fused with the all-reduce.
@@ -285,8 +283,7 @@ class Ops:
     """(weights of each head of `pack_router` or `pack_wide`, without biases) -> those of `linear_by_head`."""
 
     packing: Packing | None = None
-    """Interface for packed weights that are kept on disk and for quantized checkpoints; None: there is none.
-    """
+    """Interface for packed weights on disk and for quantized checkpoints; None: there is none."""
 
     stored: StoredWeights | None = None
     """Interface for quantized checkpoints, where there is no `packing`."""
@@ -331,8 +328,7 @@ class Ops:
     """Fused QK-norm (where norm_nD is given), `rotary` and `write_kv` in one pass, or None:
 
     (qkv_TnD of H + 2 G heads, norm_nD of H + G heads or None, eps, cos_TD, sin_TD, cache, layer, plan) ->
-    q_THD.
-    """
+    q_THD."""
 
     attend_texts: Callable[[Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor] | None = None
     """Attention in both directions within whole texts, or None, where torch computes it text by text:
@@ -345,8 +341,7 @@ class Ops:
         None
     )
     """The same without a reach, on a CPU, or None: (q_THD, k_TGD, v_TGD, rows of each text, scale)
-    -> [T, HD] in pieces, some rows after another.
-    """
+    -> [T, HD] in pieces, some rows after another."""
 
     best_of: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     """Argmax: (logits_RV of `logits`, or a float32 copy) -> largest logit and its lowest id, per row.

@@ -43,8 +43,7 @@ HUB_ID = re.compile(
     r"(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9_./-]{0,199}))?"
 )
 """A model of the hub; of a repository of GGUF files one quantization, as org/name:Q4_K_M. The hub has no
-repository whose name ends in .git.
-"""
+repository whose name ends in .git."""
 NAME = re.compile(
     rf"{_PART}(?:/{_PART}(?::[A-Za-z0-9][A-Za-z0-9_-]{{0,31}})?)?(?:@[A-Za-z0-9][A-Za-z0-9_./-]{{0,199}})?"
 )
@@ -89,9 +88,7 @@ class DiskModel:
     modified: float
     architecture: str | None
     servable: bool
-    """Has a config and weights, in safetensors or a GGUF file. The engine decides whether it can compute
-    them.
-    """
+    """Has a config and weights, in safetensors or GGUF. The engine decides whether it can compute them."""
 
 
 def resolve(
@@ -315,11 +312,10 @@ def _in_cache(cache: Path, gguf_home: Path | None) -> list[DiskModel]:
             snapshot = _snapshot(name, name, None, cache)
             files = [file.relative_to(snapshot.path).as_posix() for file in snapshot.path.rglob("*.gguf")]
             if files and not (snapshot.path / "config.json").is_file():
-                caches = [cache]
                 for label in quantizations(files) if gguf_home is not None else ():
                     match = HUB_ID.fullmatch(text := f"{name}:{label}")
                     assert match is not None
-                    found.append(describe(_in_caches(text, match, caches, gguf_home)))
+                    found.append(describe(_in_caches(text, match, [cache], gguf_home)))
                 continue
             found.append(describe(snapshot))
         except (CliError, OSError):
