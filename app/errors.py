@@ -83,6 +83,8 @@ def load_error(model: str, cause: str, code: str | None, log_file: str) -> CliEr
     if code == "does_not_fit":
         fix = "--quant auto, a smaller --ctx or --max-running, or a larger --memory"
         exit_code = Exit.DOES_NOT_FIT
+    elif code == "engine_error":  # of ours, or a process that ended: only the log says more
+        fix, exit_code = "llmbox logs says more; then load it again", Exit.FAILED
     else:
         fix, exit_code = "fix the problem above, then load it again", Exit.FAILED
     return CliError(f"cannot load {model}", cause, fix, exit_code, log_file)

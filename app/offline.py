@@ -110,8 +110,7 @@ class LLM:
             self._services, self._app = self._run(_start(Path(self._folder.name), request))
         except (ApiError, CliError, EngineError) as error:
             self.close()
-            cause = error.message if isinstance(error, ApiError) else str(error)
-            raise LLMError(f"cannot load {model}: {cause}") from None
+            raise LLMError(f"cannot load {model}: {_cause(error)}") from None
         except BaseException:
             self.close()
             raise
@@ -215,6 +214,14 @@ class LLM:
         except BaseException:
             result.cancel()
             raise
+
+
+def _cause(error: ApiError | CliError | EngineError) -> str:
+    """Return what failed, with the reason and the next step where the error has them."""
+    if not isinstance(error, CliError):
+        return str(error)
+    parts = (error.what, f": {error.why}" if error.why else "", f". Try: {error.fix}" if error.fix else "")
+    return "".join(parts)
 
 
 def _load_request(model: str, options: Mapping[str, Scalar]) -> ModelRequest:

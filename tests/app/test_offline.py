@@ -103,6 +103,20 @@ def test_what_cannot_be_loaded_says_why(model, options, reason):
         llmbox.LLM(model, **options)
 
 
+@pytest.mark.parametrize(
+    ("model", "options", "hint"),
+    [
+        ("org/absent", {}, "llmbox pull org/absent"),
+        ("builtin", {"quant": "int9"}, "int8"),
+        ("builtin", {"ctxx": 512}, "did you mean model.ctx"),
+    ],
+)
+def test_an_error_holds_the_reason_and_the_next_step(model, options, hint):
+    with pytest.raises(LLMError, match="cannot load") as caught:
+        llmbox.LLM(model, **options)
+    assert hint in str(caught.value)
+
+
 SCRIPT = """
 import llmbox, sys
 llm = llmbox.LLM(sys.argv[1], threads=1, memory=0.3, ctx=128)

@@ -5,7 +5,7 @@ import pytest
 from llmbox.app.cli import output
 from llmbox.app.cli.server import daemon_starter as starter
 from llmbox.app.cli.server.daemon_starter import Started, progress_text, wait_for_models
-from llmbox.app.errors import CliError, Exit
+from llmbox.app.errors import CliError, Exit, load_error
 from llmbox.app.lifecycle.instance import RunningDaemon
 from llmbox.app.lifecycle.program import Program
 
@@ -44,6 +44,19 @@ def test_a_daemon_that_ends_while_names_are_looked_up_is_no_error_of_the_name(tm
     program = Program(environ={"HOME": str(tmp_path)})
     program.client = Client()
     assert program.resolve("builtin").ref == "builtin"
+
+
+@pytest.mark.parametrize(
+    ("code", "fix", "exit_code"),
+    [
+        ("engine_error", "llmbox logs", Exit.FAILED),
+        ("bad_model", "fix the problem above", Exit.FAILED),
+        ("does_not_fit", "--quant auto", Exit.DOES_NOT_FIT),
+    ],
+)
+def test_a_failed_load_says_what_helps(code, fix, exit_code):
+    error = load_error("m", "why", code, "")
+    assert (fix in error.fix, error.exit) == (True, exit_code)
 
 
 def test_a_wait_says_what_is_done_and_for_how_long(tmp_path, monkeypatch, capsys):
