@@ -1,5 +1,6 @@
 """Data types of the operations: expert layers, the KV cache's shape and the layout of a batch."""
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple, Protocol
@@ -12,6 +13,13 @@ from .lora import AdaptedRows, ExpertAdapters
 
 CosSin = Callable[[Tensor], tuple[Tensor, Tensor]]
 CopyRuns = Callable[[int, int, int, int, int, int], None]
+"""(address, step, address, step, size, count): copy `count` runs of `size` bytes that are so many bytes apart
+from the first address to the second. Runs beside other threads of the interpreter.
+"""
+PopulateBlocks = Callable[[Any, range, ctypes.c_int], bool]
+"""(cache, blocks, stop): give blocks in host memory their pages, whatever they hold, a layer at a time until
+`stop` is not 0; False: not possible here. Runs beside other threads of the interpreter.
+"""
 
 
 def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:

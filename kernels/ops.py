@@ -9,7 +9,6 @@ Each output row must be computed in an order that does not depend on the number 
 are independent of its batch because of that.
 """
 
-import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,6 +28,7 @@ from .op_types import (
     Experts,
     KernelProfiler,
     KVShape,
+    PopulateBlocks,
     cos_sin,
 )
 from .recurrent import RecurrentOps
@@ -244,12 +244,11 @@ class Ops:
     """
 
     checksums: Callable[[memoryview, int, int], tuple[int, int]] | None = None
-    """(data that can be written to, CRC-32 and Adler-32 of what is before it) -> both, as zlib computes them;
-    None: not faster than zlib."""
+    """(writable data, CRC-32 and Adler-32 before it) -> both, as zlib's; None: not faster than zlib."""
 
     copy_runs: CopyRuns | None = None
-    """(address, step, address, step, size, count): copy `count` runs of `size` bytes that are so many bytes
-    apart from the first address to the second. Runs beside other threads of the interpreter."""
+    populate_blocks: PopulateBlocks | None = None
+    """Copies and pages of KV blocks in host memory; None: not had."""
 
     cos_sin: CosSin = cos_sin
     """float32 angles of RoPE -> their cosines and sines. The C++ kernels round them alike on every CPU."""
@@ -374,10 +373,6 @@ class Ops:
     Appends the sampled tokens to rows that are not free, in place, then writes the next decode step's inputs.
     Without ids it only writes the inputs.
     """
-
-    populate_blocks: Callable[[KVCache, range, ctypes.c_int], bool] | None = None
-    """(cache, blocks, stop): give blocks in host memory their pages, whatever they hold, a layer at a time
-    until `stop` is not 0; False: not possible here. Runs beside other threads of the interpreter."""
 
     profiler: KernelProfiler | None = None
     """Time of the operations by kind, counted on request; None: not supported."""
