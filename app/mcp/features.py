@@ -134,20 +134,8 @@ class Resource:
         return {"contents": [{"uri": self.uri, "mimeType": self.kind, "text": text}]}
 
 
-async def _models(api: ToolApi) -> Any:
-    return await api.get("/v1/models")
-
-
-async def _memory(api: ToolApi) -> Any:
-    return await api.get("/admin/api/models")
-
-
 async def _settings(api: ToolApi) -> Any:
     return (await api.get("/admin/api/config"))["settings"]
-
-
-async def _requests(api: ToolApi) -> Any:
-    return await api.caller.own_requests({"limit": ROWS, "errors": False})
 
 
 _STATE: Final = (
@@ -155,14 +143,14 @@ _STATE: Final = (
         uri=f"{SCHEME}models",
         title="Models",
         description="Models that requests may name, with their context windows.",
-        read=_models,
+        read=lambda api: api.get("/v1/models"),
         scope=None,
     ),
     Resource(
         uri=f"{SCHEME}models/memory",
         title="Models in memory",
         description="Models in memory with state, options, memory and open requests.",
-        read=_memory,
+        read=lambda api: api.get("/admin/api/models"),
     ),
     Resource(
         uri=f"{SCHEME}settings",
@@ -175,7 +163,7 @@ _STATE: Final = (
         title="Recent requests",
         description=f"The last {ROWS} requests and those in flight: model, status, tokens and times, no "
         "prompts. A key without the scope admin sees its own.",
-        read=_requests,
+        read=lambda api: api.caller.own_requests({"limit": ROWS, "errors": False}),
         scope="key",
     ),
 )

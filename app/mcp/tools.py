@@ -67,12 +67,15 @@ class AskArguments(Struct, forbid_unknown_fields=True):
     max_tokens: Annotated[int, Meta(ge=1, le=100_000)] = 1024
 
 
+def _page(path: str) -> Callable[[ToolApi, NoArguments, Report], Awaitable[Any]]:
+    async def run(api: ToolApi, _: NoArguments, __: Report) -> Any:
+        return await api.get(path)
+
+    return run
+
+
 async def _list_models(api: ToolApi, _: NoArguments, __: Report) -> Any:
     return {"models": (await api.get("/v1/models"))["data"]}
-
-
-async def _disk(api: ToolApi, _: NoArguments, __: Report) -> Any:
-    return await api.get("/admin/api/disk")
 
 
 async def _running(api: ToolApi, _: NoArguments, __: Report) -> Any:
@@ -90,10 +93,6 @@ def _brief(model: dict[str, Any]) -> dict[str, Any]:
     found |= {name: info[name] for name in _INFO if name in info}
     found |= {name: stats[name] for name in ("running", "waiting") if name in stats}
     return found | {name: model[name] for name in ("progress", "warnings", "asked") if model.get(name)}
-
-
-async def _recommended(api: ToolApi, _: NoArguments, __: Report) -> Any:
-    return await api.get("/admin/api/recommended")
 
 
 async def _search(api: ToolApi, given: SearchArguments, _: Report) -> Any:
@@ -185,18 +184,6 @@ async def _requests(api: ToolApi, given: RequestsArguments, _: Report) -> Any:
     return await api.caller.own_requests(query)
 
 
-async def _stats(api: ToolApi, _: NoArguments, __: Report) -> Any:
-    return await api.get("/admin/api/stats")
-
-
-async def _metrics(api: ToolApi, _: NoArguments, __: Report) -> Any:
-    return await api.get("/metrics")
-
-
-async def _doctor(api: ToolApi, _: NoArguments, __: Report) -> Any:
-    return await api.get("/admin/api/doctor")
-
-
 async def _ask(api: ToolApi, given: AskArguments, _: Report) -> Any:
     messages = [{"role": "user", "content": given.prompt}]
     if given.system:
@@ -236,7 +223,7 @@ TOOLS: Final[dict[str, Tool]] = {
             title="Models on disk",
             description="List the models on this disk with their size and whether they can be served.",
             arguments=NoArguments,
-            run=_disk,
+            run=_page("/admin/api/disk"),
         ),
         Tool(
             name="recommended_models",
@@ -244,7 +231,7 @@ TOOLS: Final[dict[str, Tool]] = {
             description="List recommended models by purpose and short name, with size, license and how each "
             "fits this machine. The hub is not asked.",
             arguments=NoArguments,
-            run=_recommended,
+            run=_page("/admin/api/recommended"),
         ),
         Tool(
             name="search_models",
@@ -313,14 +300,14 @@ TOOLS: Final[dict[str, Tool]] = {
             description="Return running and waiting requests, KV cache use and token counters, in sum and by "
             "model.",
             arguments=NoArguments,
-            run=_stats,
+            run=_page("/admin/api/stats"),
         ),
         Tool(
             name="get_metrics",
             title="Prometheus metrics",
             description="Return all metrics in Prometheus's text format.",
             arguments=NoArguments,
-            run=_metrics,
+            run=_page("/metrics"),
             scope="read",
         ),
         Tool(
@@ -328,7 +315,7 @@ TOOLS: Final[dict[str, Tool]] = {
             title="Check the machine",
             description="Run the checks of llmbox doctor; every finding comes with a fix.",
             arguments=NoArguments,
-            run=_doctor,
+            run=_page("/admin/api/doctor"),
         ),
         Tool(
             name="ask_model",

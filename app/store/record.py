@@ -31,6 +31,10 @@ class PhaseRecord(msgspec.Struct, array_like=True, frozen=True, omit_defaults=Tr
     mixed: int = 0
     others: int = 0
 
+    @property
+    def total(self) -> int:
+        return self.own + self.decoding + self.prompts + self.absent + self.between
+
 
 NO_PHASE: Final = PhaseRecord()
 

@@ -124,7 +124,7 @@ def phase_spans(record: SequenceRecord, trace: TraceContext, start_ns: int) -> l
 
 
 def _phases(record: SequenceRecord) -> Iterator[tuple[str, int, Mapping[str, Attribute]]]:
-    prefill, decode, again = record.prefill, record.decode, record.recompute
+    prefill, decode = record.prefill, record.decode
     yield "read", record.reading, {}
     yield "load model", record.model, {}
     yield "tokenize", record.prompt, {}
@@ -133,7 +133,7 @@ def _phases(record: SequenceRecord) -> Iterator[tuple[str, int, Mapping[str, Att
     yield "engine", record.unsplit, {}
     yield (
         "prefill",
-        sum((prefill.own, prefill.decoding, prefill.prompts, prefill.absent, prefill.between)),
+        prefill.total,
         {
             "gen_ai.usage.input_tokens": record.prompt_tokens,
             "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
@@ -143,11 +143,7 @@ def _phases(record: SequenceRecord) -> Iterator[tuple[str, int, Mapping[str, Att
     )
     yield (
         "decode",
-        sum(
-            phase.own + phase.decoding + phase.prompts + phase.absent + phase.between
-            for phase in (decode, again)
-        )
-        + record.preempted,
+        decode.total + record.recompute.total + record.preempted,
         {
             "gen_ai.usage.output_tokens": record.output_tokens,
             "llmbox.steps": decode.steps,
@@ -221,12 +217,12 @@ def _span(
 
 
 class RequestTracer:
-    """Traces requests. Use it only from the event loop. Without an exporter it sends nothing: it only tells
-    the trace that a caller's `traceparent` names.
+    """Traces requests. Use it only from the event loop. Without an exporter it only reads the trace that a
+    caller's `traceparent` names, and sends nothing.
     """
 
     def __init__(self, exporter: OtlpExporter | None = None, share: float = 1.0) -> None:
-        """`share`: of the requests without a `traceparent`, those that are sampled, 0 to 1."""
+        """`share`: share of the requests without a `traceparent` that are sampled, 0 to 1."""
         self._exporter = exporter
         self._share = share
 
@@ -256,7 +252,7 @@ class RequestTracer:
         if caller is None and not (is_on and random.random() < self._share):  # noqa: S311 - no secret
             return None
         trace_id, parent, samples = caller or (draw_trace_id(), "", True)
-        # Of a unix socket it is a path and None: the path has this user's name.
+        # A unix socket's is (path, None); the path may have the user's name.
         address, port = server if server and server[1] else ("", None)
         return TraceContext(
             trace_id=trace_id,
@@ -282,7 +278,7 @@ class RequestTracer:
             self._exporter.put(phase_spans(record, trace, start))
 
     def close(self) -> None:
-        """Send what waits, for three seconds at most."""
+        """Send the spans that wait, for three seconds at most."""
         if self._exporter is not None:
             self._exporter.close()
 

@@ -141,9 +141,7 @@ def _turn(at: str, message: MessageParam) -> ChatMessages:
         return results
     if message.role == "assistant" and not texts and not calls:
         texts = [{"type": "text", "text": ""}]
-    made: dict[str, Any] = {"role": message.role, "content": texts}
-    if not texts and (results or calls):
-        made["content"] = None
+    made: dict[str, Any] = {"role": message.role, "content": None if calls and not texts else texts}
     made |= {"tool_calls": calls} if calls else {}
     made |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
     return [*results, made]
@@ -151,16 +149,17 @@ def _turn(at: str, message: MessageParam) -> ChatMessages:
 
 def _result(at: str, block: ToolResultBlock) -> dict[str, Any]:
     content: str | list[dict[str, Any]]
-    if not isinstance(block.content, list):
-        content = f"Error: {block.content or ''}" if block.is_error else block.content or ""
-    elif any(isinstance(each, ImageBlock) for each in block.content):
-        content = [
+    blocks, error = block.content or "", "Error: " if block.is_error else ""
+    if isinstance(blocks, str):
+        content = error + blocks
+    elif any(isinstance(each, ImageBlock) for each in blocks):
+        content = [{"type": "text", "text": error}] if error else []
+        content += [
             _image(at, each) if isinstance(each, ImageBlock) else {"type": "text", "text": _text(at, each)}
-            for each in block.content
+            for each in blocks
         ]
     else:
-        text = "\n".join(_text(at, each) for each in block.content)
-        content = f"Error: {text}" if block.is_error else text
+        content = error + "\n".join(_text(at, each) for each in blocks)
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 

@@ -3,8 +3,11 @@
 import json
 
 import httpx
+import msgspec
 import pytest
 
+from llmbox.app.http.anthropic.conversation import chat_messages
+from llmbox.app.http.anthropic.request_types import CountTokensRequest
 from support.cli_box import PATIENCE, until
 from support.deferred_module import DeferredModule
 from support.fake_engine import write_model
@@ -93,6 +96,16 @@ def test_without_thinking_the_model_is_told_not_to(http):
         assert ask(http, "thinker", "/v1/messages/count_tokens", **fields)["input_tokens"] == ids
         texts.append(ask(http, "thinker", **fields)["usage"]["input_tokens"])
     assert texts[0] != texts[1]
+
+
+def test_a_failed_tool_that_returns_an_image_says_so():
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    failed = {"type": "tool_result", "tool_use_id": "t", "content": [image], "is_error": True}
+    asked = {"model": "m", "messages": [{"role": "user", "content": [failed]}]}
+    (result,) = chat_messages(msgspec.convert(asked, CountTokensRequest), late_system=False)
+    assert result["role"] == "tool"
+    assert [part["type"] for part in result["content"]] == ["text", "image_url"]
+    assert result["content"][0]["text"] == "Error: "
 
 
 def test_results_of_tools_go_back(http):
