@@ -12,7 +12,7 @@ from ...checkpoint.files import read_json
 from ...checkpoint.index import list_vision_tensors, refuse_undeclared
 from ...checkpoint.safetensors import TensorEntry, shown
 from ...errors import ModelError
-from ..fields import Fields, text_fields
+from ..fields import Fields, text_fields, with_text_sizes
 from .config import NO_TOWER, TowerConfig, VisionConfig
 from .fields import VisionFields, VisionFiles, VisionRule
 from .gemma import gemma3, gemma4, gemma4_unified
@@ -102,6 +102,7 @@ def describe_vision(rule: VisionRule, model: Fields, rules: Mapping[str, Any], w
 def _files_of(model: Fields, tower: str, processor: VisionFields, tokenizer: Fields) -> VisionFiles:
     """`tower`: name of `vision_config` in errors."""
     text = text_fields(model)
+    text = with_text_sizes(text, str(text.raw.get("model_type")))
     return VisionFiles(
         model=VisionFields(model.raw, model.where),
         tower=VisionFields(model.mapping("vision_config") or {}, tower),

@@ -9,7 +9,7 @@ import pytest
 
 from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config.architectures import ARCHITECTURES
-from llmbox.engine.model_config.config import ModelConfig, parse_fields
+from llmbox.engine.model_config.config import ModelConfig, parse_config, parse_fields
 from llmbox.engine.model_config.fields import Fields
 from support.families import COMMON, FAMILIES, LEFT_OUT, SIBLINGS
 
@@ -134,3 +134,40 @@ def test_the_language_model_that_a_text_config_names_decides(
             config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads,
             config.num_kv_heads, config.head_dim,
         )  # fmt: skip
+
+
+def test_the_tower_of_llava_1_5_is_read_as_published(tmp_path: Path) -> None:
+    """Its `text_config` leaves the width of the language model out."""
+    raw = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "image_token_index": 32000,
+        "projector_hidden_act": "gelu",
+        "text_config": {
+            "architectures": ["LlamaForCausalLM"],
+            "max_position_embeddings": 4096,
+            "model_type": "llama",
+            "rms_norm_eps": 1e-05,
+            "torch_dtype": "float16",
+            "vocab_size": 32064,
+        },
+        "vision_config": {
+            "hidden_size": 1024,
+            "image_size": 336,
+            "intermediate_size": 4096,
+            "model_type": "clip_vision_model",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "patch_size": 14,
+            "projection_dim": 768,
+            "vocab_size": 32000,
+        },
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = parse_config(tmp_path)
+    assert config.image_problem == ""
+    assert config.vision is not None
+    assert config.vision.hidden_size == config.hidden_size == 4096
+    assert config.num_parameters == 6_738_939_904
