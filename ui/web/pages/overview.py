@@ -160,7 +160,8 @@ async def _now(panel: PageContext) -> dict[str, Any]:
 def _trend(points: Iterable[tuple[int, dict[str, float]]], name: str, top: float, now: int) -> str:
     """Return a series as an SVG path: its last ten minutes, or since its first value if that is later.
 
-    Its ends lie outside the picture. `top` is the least value of the upper edge. Empty below two values, or if all are 0.
+    Its ends lie outside the picture. `top` is the least value of the upper edge. Empty if all
+    values are 0 or there are fewer than two.
     """
     found = [(at, values[name]) for at, values in points if at >= now - TREND_S and name in values]
     if len(found) < 2 or not any(value for _, value in found):
