@@ -169,7 +169,7 @@ def _trend(points: Iterable[tuple[int, dict[str, float]]], name: str, top: float
     begin, span = found[0][0], found[-1][0] - found[0][0]
     high = max(top, *(value for _, value in found))
     line = "".join(
-        f"L{TREND_S * (at - begin) // span} {TREND_HEIGHT * (1 - 0.9 * value / high):.1f}"
+        f"L{TREND_S * (at - begin) // span} {TREND_HEIGHT * (1 - 0.9 * value / high):.0f}"
         for at, value in found
     )
     return f"M-9 {TREND_HEIGHT + 9}{line}h9V{TREND_HEIGHT + 9}"
