@@ -155,7 +155,7 @@ def walk_panel(box: InstalledBox) -> Way:
             way.decide(f"a message: {QUESTION}")
             page.locator("#prompt").fill(QUESTION)
             page.locator("#prompt").press("Enter")
-            page.locator(".message.assistant .measure").get_by_text("tokens / s").wait_for()
+            page.locator(".message.assistant .measure").get_by_text("tokens/s").wait_for()
             way.done("load and answer")
         finally:
             browser.close()

@@ -94,6 +94,9 @@ def test_a_trend_is_as_wide_as_its_picture():
         (1_000_000 - 300, {"cpu": 1.0}),
     ]
     assert _trend(points, "kv_used", 1.0, 1_000_000) == "", "one value of the last ten minutes is no line"
+    assert _trend([(999_990, {"cpu": 0.0}), (1_000_000, {"cpu": 0.0})], "cpu", 1.0, 1_000_000) == "", (
+        "all are 0"
+    )
     points.append((1_000_000, {"kv_used": 1.0}))
-    assert _trend(points, "kv_used", 1.0, 1_000_000) == "M-9 37L0 15.4L600 2.8h9V37"
-    assert _trend(points, "kv_used", 2.0, 1_000_000) == "M-9 37L0 21.7L600 15.4h9V37"
+    assert _trend(points, "kv_used", 1.0, 1_000_000) == "M-9 37L0 15L600 3h9V37"
+    assert _trend(points, "kv_used", 2.0, 1_000_000) == "M-9 37L0 22L600 15h9V37"

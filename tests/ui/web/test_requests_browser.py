@@ -161,7 +161,7 @@ def test_two_models_answer_side_by_side(window: Window, second: str, kind: str):
     for i in range(2):
         told = panes.nth(i).locator(".measure").text_content()
         assert "first token" in told
-        assert "tokens / s" in told
+        assert "tokens/s" in told
         assert "6 out" in told
     page.get_by_text("View as API call").click()
     path = "/v1/completions" if kind == "completion" else "/v1/chat/completions"

@@ -160,15 +160,16 @@ async def _now(panel: PageContext) -> dict[str, Any]:
 def _trend(points: Iterable[tuple[int, dict[str, float]]], name: str, top: float, now: int) -> str:
     """Return a series as an SVG path: its last ten minutes, or since its first value if that is later.
 
-    Its ends lie outside the picture. `top` is the least value of the upper edge. Empty below two values.
+    Its ends lie outside the picture. `top` is the least value of the upper edge. Empty if all
+    values are 0 or there are fewer than two.
     """
     found = [(at, values[name]) for at, values in points if at >= now - TREND_S and name in values]
-    if len(found) < 2:
+    if len(found) < 2 or not any(value for _, value in found):
         return ""
     begin, span = found[0][0], found[-1][0] - found[0][0]
     high = max(top, *(value for _, value in found))
     line = "".join(
-        f"L{TREND_S * (at - begin) // span} {TREND_HEIGHT * (1 - 0.9 * value / high):.1f}"
+        f"L{TREND_S * (at - begin) // span} {TREND_HEIGHT * (1 - 0.9 * value / high):.0f}"
         for at, value in found
     )
     return f"M-9 {TREND_HEIGHT + 9}{line}h9V{TREND_HEIGHT + 9}"

@@ -20,8 +20,9 @@ export function measure(seen) {
   const tokens = seen.usage?.completion_tokens;
   const cached = seen.usage?.prompt_tokens_details?.cached_tokens ?? 0;
   const parts = [];
-  if (seen.first) parts.push(`first token ${Math.round(seen.first - seen.begun)} ms`);
-  if (tokens > 1 && seconds > 0) parts.push(`${((tokens - 1) / seconds).toFixed(1)} tokens / s`);
+  const wait = seen.first - seen.begun;
+  if (seen.first) parts.push(`first token ${wait < 1000 ? `${Math.round(wait)} ms` : `${(wait / 1000).toFixed(1)} s`}`);
+  if (tokens > 1 && seconds > 0) parts.push(`${((tokens - 1) / seconds).toFixed(1)} tokens/s`);
   if (seen.usage) parts.push(`${seen.usage.prompt_tokens} in (${cached} cached), ${tokens} out`);
   if (seen.reason) parts.push(`finish reason: ${seen.reason}`);
   if (seen.seed !== undefined) parts.push(`seed ${seen.seed}`);
