@@ -258,6 +258,7 @@ class StepRules:
     def check_plan(self, plan: StepPlan) -> None:
         """A step computes no more tokens than its budget; admission leaves blocks free for those that run."""
         sizes, scheduler = self._sizes, self._engine.scheduler
+        self._count_service(plan)
         if sizes.get("batching", "continuous") == "static":
             return
         tokens = sum(row.num_tokens - len(row.drafts) for row in plan.rows)
@@ -271,6 +272,14 @@ class StepRules:
             free -= pool.blocks_for(row.end) - pool.blocks_for(row.end - len(row.drafts))
         if len(scheduler._running) > len(admitted) > 0 and pool.num_available < free:
             raise BrokenRuleError(f"admission left {pool.num_available} blocks, the watermark is {free}")
+
+    def _count_service(self, plan: StepPlan) -> None:
+        """Count the tokens of each flow, once: not those that are computed again after a preemption."""
+        for row in plan.rows:
+            request, end = row.request, row.end - len(row.drafts)
+            done = self._computed.get(request.request_id, row.start)
+            self._service[band_of(request), request.tenant] += max(0, end - done)
+            self._computed[request.request_id] = max(done, end)
 
     def _check_order(self) -> None:
         """First admissions of a flow are in the order of arrival."""
@@ -306,11 +315,6 @@ class StepRules:
     def _check_shares(self) -> None:
         """Tokens of two flows of a band, since both wait."""
         scheduler = self._engine.scheduler
-        for request in scheduler.running:
-            done = self._computed.get(request.request_id, request.num_cached or 0)
-            key = band_of(request), request.tenant
-            self._service[key] += max(0, request.num_computed - done)
-            self._computed[request.request_id] = max(done, request.num_computed)
         waiting = {
             (flow.band, flow.tenant) for _, flows in scheduler._flows.bands for flow in flows if flow.queued
         }
