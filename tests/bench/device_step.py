@@ -8,6 +8,7 @@ torch and launches of kernels stand beside the graph. On a GPU each of those cos
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ os.environ |= {"LLMBOX_KERNELS": "triton", "TRITON_CACHE_DIR": tempfile.gettempd
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.late_device import device_engine
 from support.real_engines import ask
@@ -114,8 +117,8 @@ def turn(engine: Engine) -> dict[str, float]:
         return result
 
     plan = timed("schedule", lambda: scheduler.schedule(engine._pipeline))
-    engine._launched.append((plan, timed("launch", lambda: runner.launch(plan))))
-    older, handle = engine._launched.popleft()
+    engine._launched.append((plan, timed("launch", lambda: runner.launch(plan)), 0.0))
+    older, handle, _ = engine._launched.popleft()
     result = timed("collect", lambda: runner.collect(handle))
     outputs = timed("update", lambda: scheduler.update(older, result))
     timed("encode", lambda: encode(StepOutputs(outputs=outputs, stats=engine.stats())))

@@ -8,16 +8,21 @@ of QUANTS.
 """
 
 import argparse
+import sys
 from functools import partial
+from pathlib import Path
 
 import torch
-from kernel_speed import best
 from torch import Tensor
 
 from llmbox.kernels.dispatch import load_backend
 from llmbox.kernels.op_types import Mixture
 from llmbox.kernels.ops import Ops, PackedLinear
 from llmbox.kernels.quant_formats import QUANTS
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from kernel_speed import best
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 2048, 768, 128, 8
 CALLS = 8

@@ -21,12 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burst import llmbox, renew
-
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "packaging"))
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "packaging"), str(ROOT / "tests"), str(Path(__file__).parent)]
 
+from burst import llmbox, renew
 from panel_pictures import FLAGS, PAGES
 
 from support.browser import CHROMIUM

@@ -1,4 +1,4 @@
-// Rows of several streams (AltUp), and gates of which few stay (kernels/altup.py).
+// Rows of several streams (AltUp), and gates of which few stay (AltUpOps in kernels/op_types.py).
 #pragma once
 
 #include <algorithm>
