@@ -122,7 +122,7 @@ def test_what_the_hub_refuses_has_its_exit_code(box: Box, hub: StubHub):
     assert box.run("fit", "org/private", HF_TOKEN="hf_x").code == 0
     assert box.run("fit", NAME, HF_ENDPOINT="http://127.0.0.1:9").code == Exit.NETWORK
     assert box.run("search", "x", HF_HUB_OFFLINE="1").code == Exit.NETWORK
-    assert box.run("pull", "no-such-name").code == Exit.FAILED
+    assert box.run("pull", "no-such-name").code == Exit.NOT_FOUND
 
 
 def test_adopt_and_alias_without_a_daemon(box: Box, hub: StubHub):
