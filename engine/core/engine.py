@@ -81,6 +81,14 @@ class Engine:
         self._step_seconds = 0.0
 
     @property
+    def scheduler(self) -> Scheduler:
+        return self._scheduler
+
+    @property
+    def executor(self) -> Executor:
+        return self._runner
+
+    @property
     def has_work(self) -> bool:
         return self._scheduler.has_work or bool(self._launched)
 

@@ -1,6 +1,6 @@
 """Plan of one step (`StepPlan`, scheduler to runner), its result (`StepResult`, runner to scheduler), and the
 outputs of requests that follow from it, with the finish reasons that token ids decide; and the interfaces to
-the code that executes steps, synchronous or as micro-batches in flight, and to a prefill engine.
+the code that executes steps, synchronous or as micro-batches in flight.
 
 Stop strings are checked by the daemon, which knows the text.
 
@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from ..errors import GrammarError
-from ..ipc.handover_messages import Prefill, TakenSlots
-from ..ipc.messages import AbortRequest, RequestOutput, ToDaemon, TokenLogprobs
+from ..ipc.messages import RequestOutput, TokenLogprobs
 from .request import Request
 
 ImagePiece = tuple[bytes, int, int]
@@ -297,6 +296,29 @@ class MicroBatcher:
         return sorted(ready, key=lambda request: request.turn)[:size]
 
 
+class TimedHead(Protocol):
+    """Model with an output head."""
+
+    head: Any
+    times_head: bool
+    """True while the head runs by itself, so that its time can be told."""
+
+    def logits(self, hidden_RE: Any, adapted: Any = None) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfiledRunner:
+    """Parts of a runner that a profile of steps times."""
+
+    ops: Any
+    """`Ops`, whose kernels are timed."""
+    forward: Callable[..., Any]
+    """Method that computes the hidden states."""
+    model: TimedHead | None = None
+    sampling: Sequence[Callable[..., Any]] = ()
+    """Methods of the sampler."""
+
+
 class ModelRunner(Protocol):
     """Owner of the model and the KV memory; it knows no queues."""
 
@@ -306,6 +328,8 @@ class ModelRunner(Protocol):
         Reads requests and never changes them. If it raises, the step counts as not done.
         """
         ...
+
+    def profiled(self) -> ProfiledRunner: ...
 
 
 class Executor(Protocol):
@@ -335,6 +359,10 @@ class Executor(Protocol):
         """Do one piece of idle-time work that makes later steps faster; False when nothing is left."""
         ...
 
+    def profiled(self) -> ProfiledRunner:
+        """Return the parts of the runner in this process."""
+        ...
+
 
 class SyncExecutor:
     """Synchronous executor over a `ModelRunner`: a step is complete when `launch` returns."""
@@ -356,6 +384,9 @@ class SyncExecutor:
     def prepare(self) -> bool:
         return self._prepare()
 
+    def profiled(self) -> ProfiledRunner:
+        return self.runner.profiled()
+
 
 def pipeline_of(runner: Executor) -> PipelineDepth:
     """Return the executor's stages and how many tokens of a request may be unknown at scheduling.
@@ -363,37 +394,3 @@ def pipeline_of(runner: Executor) -> PipelineDepth:
     Steps launched beyond one per stage are launched before the host knows the tokens they need.
     """
     return PipelineDepth(runner.stages, runner.depth + 1 - runner.stages)
-
-
-class PrefillLink(Protocol):
-    """Prefill engine as the decode engine sees it: it may die, and another one takes its place."""
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def is_ready(self) -> bool: ...
-    @property
-    def is_given_up(self) -> bool:
-        """True once it died too often: prompts are computed in the decode engine."""
-        ...
-
-    @property
-    def deaths(self) -> int:
-        """Number of engines that ended. All that they sent was received before."""
-        ...
-
-    def send(self, message: Prefill | AbortRequest | TakenSlots) -> None:
-        """Send a message, unless the engine is not ready."""
-        ...
-
-    def receive(self, *, is_waiting: bool) -> list[ToDaemon]:
-        """Return the messages that have arrived. `is_waiting`: an answer is expected, so an engine that stays
-        silent counts as hung.
-        """
-        ...
-
-    def wait(self, seconds: float) -> None:
-        """Wait for a message."""
-        ...
-
-    def close(self) -> None: ...

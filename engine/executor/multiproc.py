@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from ..config import EngineConfig
-from ..core.step import Executor, ModelRunner, StepPlan, StepResult
+from ..core.step import Executor, ModelRunner, ProfiledRunner, StepPlan, StepResult
 from ..device.device import cuda_machine
 from ..distributed.communicator import Communicator, TensorParallel
 from ..distributed.shm_communicator import PeerSockets, ShmCommunicator
@@ -96,6 +96,9 @@ class SyncMultiprocExecutor(MultiprocExecutor):
     def prepare(self) -> bool:
         return False
 
+    def profiled(self) -> ProfiledRunner:
+        return self._local.profiled()
+
 
 class AsyncMultiprocExecutor(MultiprocExecutor):
     """`Executor` over asynchronous runners. Rank 0 decides; every rank launches the same steps, padded to the
@@ -129,6 +132,9 @@ class AsyncMultiprocExecutor(MultiprocExecutor):
             with self._watchdog.guarding():
                 self._capture(size)
         return size is not None
+
+    def profiled(self) -> ProfiledRunner:
+        return self._local.profiled()
 
     def _capture(self, size: GraphSize) -> None:
         self._workers.send(Frame("capture", size._asdict()))

@@ -1,11 +1,15 @@
-"""Messages between a prefill engine and the decode engine that started it (docs/disaggregation.md).
+"""Messages between a prefill engine and the decode engine that started it, and the link that carries them
+(docs/disaggregation.md).
 
 The decode engine is to the prefill engine what the daemon is to any engine: it sends `Start`, `AbortRequest`
 and `Shutdown` too, and gets `Ready` and `StepOutputs`.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:  # imports this module
+    from .messages import AbortRequest, ToDaemon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,3 +55,37 @@ class HandedBlocks:
     """No more follow."""
     cached_tokens: int = 0
     """Prompt tokens that the prefill engine had in its prefix cache."""
+
+
+class PrefillLink(Protocol):
+    """Prefill engine as the decode engine sees it: it may die, and another one takes its place."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def is_ready(self) -> bool: ...
+    @property
+    def is_given_up(self) -> bool:
+        """True once it died too often: prompts are computed in the decode engine."""
+        ...
+
+    @property
+    def deaths(self) -> int:
+        """Number of engines that ended. All that they sent was received before."""
+        ...
+
+    def send(self, message: "Prefill | AbortRequest | TakenSlots") -> None:
+        """Send a message, unless the engine is not ready."""
+        ...
+
+    def receive(self, *, is_waiting: bool) -> "list[ToDaemon]":
+        """Return the messages that have arrived. `is_waiting`: an answer is expected, so an engine that stays
+        silent counts as hung.
+        """
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a message."""
+        ...
+
+    def close(self) -> None: ...

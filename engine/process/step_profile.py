@@ -7,19 +7,28 @@ engine that is not profiled runs no line of this module.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Final
 
 from ..ipc.profile_messages import KernelShare, StepProfile
 
-if TYPE_CHECKING:  # imports torch
+if TYPE_CHECKING:
     from llmbox.kernels.op_types import KernelProfiler
+
+    from ..core.engine import Engine
+    from ..core.step import ProfiledRunner, TimedHead
+    from ..ipc.channel import Channel
 
 REST: Final = "engine loop"
 IDLE: Final = "waiting for requests"
 MESSAGES: Final = "messages"
 SCHEDULER: Final = "scheduler"
 HEAD: Final = "output head"
+ENGINE: Final = "engine"
+BATCHES: Final = "batch building"
+DEVICE: Final = "waiting for the device"
+FORWARD: Final = "forward pass, Python"
+SAMPLER: Final = "sampler"
 LONGEST_S: Final = 600.0
 """Seconds after which profiling ends by itself: the caller may have died."""
 
@@ -36,11 +45,9 @@ class Timers:
         self._since, self._kernels_since = time.perf_counter(), kernel_seconds()
         self._timed: list[tuple[Any, str]] = []
 
-    def put_before(self, owner: Any, method: str, name: str | Callable[..., str]) -> None:
+    def put_before(self, function: Callable[..., Any], name: str | Callable[..., str]) -> None:
         """Time a method of one object. `name` may be computed from its arguments."""
-        function = getattr(owner, method, None)
-        if function is None:
-            return
+        assert isinstance(function, MethodType)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._switch()
@@ -51,9 +58,9 @@ class Timers:
                 self._switch()
                 self._names.pop()
 
-        with suppress(AttributeError):  # objects with slots cannot be timed
-            setattr(owner, method, timed)
-            self._timed.append((owner, method))
+        owner, method = function.__self__, function.__name__
+        setattr(owner, method, timed)
+        self._timed.append((owner, method))
 
     def take_away(self) -> None:
         self._switch()
@@ -72,8 +79,9 @@ class Timers:
 class StepProfiler:
     """Profile of the steps of one engine. `start`, `stop` and `end_if_late` are called between two steps."""
 
-    def __init__(self, engine: Any, channel: Any) -> None:
+    def __init__(self, engine: "Engine", channel: "Channel") -> None:
         self._engine, self._channel = engine, channel
+        self._model: TimedHead | None = None
         self._timers: Timers | None = None
         self._kernels: KernelProfiler | None = None
         self._profile = StepProfile(is_on=False)
@@ -83,21 +91,20 @@ class StepProfiler:
     def start(self, seconds: float) -> StepProfile:
         """Begin anew, for `LONGEST_S` at most. Returns the rates that this machine reaches now."""
         self.stop()
-        runner = _local_runner(getattr(self._engine, "_runner", None))
-        model = getattr(runner, "_model", None)
-        ops = getattr(model, "ops", None)
-        self._kernels = None if ops is None else ops.profiler
+        runner = self._engine.executor.profiled()
+        self._model, self._kernels = runner.model, runner.ops.profiler
         reads = products = 0.0
-        if self._kernels is not None and model is not None:
-            products = self._kernels.product_rate(ops)
-            head = getattr(model, "head", None)
+        if self._kernels is not None:
+            products = self._kernels.product_rate(runner.ops)
+            head = None if runner.model is None else runner.model.head
             reads = 0.0 if head is None else self._kernels.read_rate(head)
             self._kernels.start(reads, products)
         self._profile = StepProfile(is_on=True, read_rate=reads, product_rate=products)
         self._steps_before, self._tokens_before = self._counts()
         self._ends_at = time.monotonic() + min(seconds, LONGEST_S)
-        self._timers = self._put_timers(runner, model)
-        self._time_head(is_timed=True)
+        self._timers = self._put_timers(runner)
+        if self._model is not None:
+            self._model.times_head = True
         return self._profile
 
     def stop(self) -> StepProfile:
@@ -106,7 +113,8 @@ class StepProfiler:
         if timers is None:
             return self._profile
         timers.take_away()
-        self._time_head(is_timed=False)
+        if self._model is not None:
+            self._model.times_head = False
         kernels = self._kernels
         if kernels is not None:
             kernels.stop()
@@ -128,26 +136,22 @@ class StepProfiler:
         )
         return self._profile
 
-    def _put_timers(self, runner: Any, model: Any) -> Timers:
+    def _put_timers(self, runner: "ProfiledRunner") -> Timers:
         timers = Timers(self._kernels.seconds if self._kernels is not None else float)
         put, engine = timers.put_before, self._engine
-        put(self._channel, "receive", lambda *, block: IDLE if block else MESSAGES)
-        put(self._channel, "send", MESSAGES)
-        put(engine, "step", "engine")
-        scheduler = getattr(engine, "_scheduler", None)
-        put(scheduler, "schedule", SCHEDULER)
-        put(scheduler, "update", SCHEDULER)
-        put(getattr(engine, "_runner", None), "launch", "batch building")
-        put(getattr(engine, "_runner", None), "collect", "waiting for the device")
-        put(model, "hidden", "forward pass, Python")
-        put(model, "logits", HEAD)
-        put(getattr(runner, "_sampler", None), "sample", "sampler")
+        put(self._channel.receive, lambda *, block: IDLE if block else MESSAGES)
+        put(self._channel.send, MESSAGES)
+        put(engine.step, ENGINE)
+        put(engine.scheduler.schedule, SCHEDULER)
+        put(engine.scheduler.update, SCHEDULER)
+        put(engine.executor.launch, BATCHES)
+        put(engine.executor.collect, DEVICE)
+        put(runner.forward, FORWARD)
+        if runner.model is not None:
+            put(runner.model.logits, HEAD)
+        for method in runner.sampling:
+            put(method, SAMPLER)
         return timers
-
-    def _time_head(self, *, is_timed: bool) -> None:
-        model = getattr(_local_runner(getattr(self._engine, "_runner", None)), "_model", None)
-        if model is not None and hasattr(model, "times_head"):
-            model.times_head = is_timed
 
     def end_if_late(self) -> None:
         if self._timers is not None and time.monotonic() > self._ends_at:
@@ -156,11 +160,6 @@ class StepProfiler:
     def _counts(self) -> tuple[int, int]:
         stats = self._engine.stats()
         return stats.steps, stats.prompt_tokens + stats.output_tokens
-
-
-def _local_runner(executor: Any) -> Any:
-    """Return the runner of this process behind an executor of any kind."""
-    return getattr(executor, "runner", None) or getattr(executor, "_local", None) or executor
 
 
 def _kernel_shares(kernels: "KernelProfiler | None", head: float) -> Iterator[KernelShare]:

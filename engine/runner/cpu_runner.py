@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmbox.kernels.ops import KVCache
 
-from ..core.step import ImagePiece, ScheduledRequest, StepPlan, StepResult
+from ..core.step import ImagePiece, ProfiledRunner, ScheduledRequest, StepPlan, StepResult
 from ..device.device import HostDevice
 from ..ipc.messages import TokenLogprobs
 from ..model.decoder import Decoder
@@ -237,6 +237,10 @@ class CPUModelRunner:
     @property
     def model(self) -> Decoder:
         return self._model
+
+    def profiled(self) -> ProfiledRunner:
+        model, sampling = self._model, (self._sampler.sample,)
+        return ProfiledRunner(ops=model.ops, forward=model.hidden, model=model, sampling=sampling)
 
     def block_memory(self) -> DeviceBlockMemory:
         """Return access to the bytes of its KV blocks and recurrent states."""

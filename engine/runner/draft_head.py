@@ -27,7 +27,7 @@ from llmbox.kernels.ops import KVCache
 from ..config import DRAFT_MODEL_ROWS
 from ..core.request import Request
 from ..core.speculation.proposer import DraftMethod, Proposals
-from ..core.step import SampledToken, ScheduledRequest, StepPlan, StepResult
+from ..core.step import ProfiledRunner, SampledToken, ScheduledRequest, StepPlan, StepResult
 from ..device.device import Device, to_device
 from ..model.draft_heads import DraftHead, MedusaHeads
 from ..model.forward_context import ForwardContext
@@ -236,6 +236,11 @@ class HeadRunner:
                 if isinstance(pick, SampledToken):
                     result.tokens[request.request_id] = pick
         return result
+
+    def profiled(self) -> ProfiledRunner:
+        return ProfiledRunner(
+            ops=self._head.ops, forward=self._head.__call__, sampling=(self._sampler.sample,)
+        )
 
     def _run(self, rows: Sequence[ScheduledRequest], hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
         slots, ids = [_slots_of(row) for row in rows], array("q")

@@ -17,7 +17,7 @@ from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import TensorEntry, read_header
 from ..checkpoint.tensor_io import DTYPES, bytes_of, read_fully, refuse_non_finite
 from ..core.request import Request
-from ..core.step import ScheduledRequest, StepPlan, StepResult
+from ..core.step import ProfiledRunner, ScheduledRequest, StepPlan, StepResult
 from ..errors import ModelError
 from ..gguf.folder import gguf_of
 from ..gguf.reader import read_gguf
@@ -133,6 +133,11 @@ class EncoderRunner:
             sums_1E = sum_states(self._vector(row, states_LE).unsqueeze(0), pooled)
             result.add(read_sums(sums_1E, pooled))
         return result
+
+    def profiled(self) -> ProfiledRunner:
+        model = self._model
+        head = model if isinstance(model, Decoder) else None
+        return ProfiledRunner(ops=model.ops, forward=model.hidden, model=head)
 
     def _vector(self, row: ScheduledRequest, states_LE: Tensor) -> Tensor:
         if row.request.params.pooling == "classify":

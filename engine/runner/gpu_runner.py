@@ -23,7 +23,7 @@ from llmbox.kernels.op_types import BatchLayout
 from llmbox.kernels.ops import KVCache
 
 from ..core.request import Request
-from ..core.step import ScheduledRequest, StepPlan, StepResult, ceil_div
+from ..core.step import ProfiledRunner, ScheduledRequest, StepPlan, StepResult, ceil_div
 from ..device.device import Device, Uploader, to_host
 from ..model.decoder import Decoder
 from ..model.draft_heads import DraftHead
@@ -316,6 +316,11 @@ class GPUModelRunner:
             self._hidden_RE[:size].copy_(hidden_NE)
         if self._tapped_RF is not None:
             self._tapped_RF[:size].copy_(self._take_tapped())
+
+    def profiled(self) -> ProfiledRunner:
+        model, sampling = self._model, (self._sampler.draw, self._sampler.draw_verified)
+        assert isinstance(model, Decoder)
+        return ProfiledRunner(ops=model.ops, forward=model.hidden, model=model, sampling=sampling)
 
     def _hidden(self, forward: ForwardContext, rows_R: Tensor | None) -> Tensor:
         assert isinstance(self._model, Decoder)

@@ -10,9 +10,10 @@ the number of all tokens before. The numbers of a sequence beyond the short cont
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 from llmbox.engine.core.request import Request
-from llmbox.engine.core.step import SampledToken, ScheduledRequest, StepPlan, StepResult
+from llmbox.engine.core.step import ProfiledRunner, SampledToken, ScheduledRequest, StepPlan, StepResult
 from llmbox.engine.ipc.messages import TokenLogprobs
 from llmbox.engine.sampling_params import SamplingParams
 
@@ -83,6 +84,9 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self._sampled: dict[Request, int] = {}
         """The last token of each, as a device keeps it."""
+
+    def profiled(self) -> ProfiledRunner:
+        return ProfiledRunner(ops=SimpleNamespace(profiler=None), forward=self._compute)
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)

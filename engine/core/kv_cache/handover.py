@@ -18,11 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from ...ipc.handover_messages import HandedBlock, HandedBlocks, Prefill, TakenSlots
+from ...ipc.handover_messages import HandedBlock, HandedBlocks, Prefill, PrefillLink, TakenSlots
 from ...ipc.messages import AbortRequest, StepOutputs
 from ...kv_store.block_file import BlockKind, DamagedBlock, HandoverSegment
 from ..request import Request
-from ..step import PrefillLink
 from .prefix_cache import extend_hashes
 from .tiers import CacheMemory
 

@@ -1,14 +1,28 @@
 """Profiles of steps: exclusive times that add up, and an engine that is left as it was."""
 
 import socket
-from types import SimpleNamespace
 
 import pytest
 
 from llmbox.engine.ipc.channel import Channel
 from llmbox.engine.process import step_profile
-from llmbox.engine.process.step_profile import HEAD, IDLE, MESSAGES, REST, SCHEDULER, StepProfiler
+from llmbox.engine.process.step_profile import (
+    BATCHES,
+    DEVICE,
+    ENGINE,
+    FORWARD,
+    HEAD,
+    IDLE,
+    MESSAGES,
+    REST,
+    SAMPLER,
+    SCHEDULER,
+    StepProfiler,
+)
+from support.late_device import device_engine
+from support.real_engines import ask, load, run
 from support.scheduling import FakeEngine, make_request
+from support.tiny_models import make_tiny_model
 
 
 class Clock:
@@ -43,9 +57,8 @@ def test_a_moment_counts_for_the_innermost_timed_method(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(step_profile, "time", clock)
     slow, timers = Slow(), step_profile.Timers(float)
-    timers.put_before(slow, "outer", "outer")
-    timers.put_before(slow, "inner", lambda: "inner")
-    timers.put_before(slow, "missing", "missing")
+    timers.put_before(slow.outer, "outer")
+    timers.put_before(slow.inner, lambda: "inner")
     assert slow.outer() == 7
     timers.take_away()
     assert timers.seconds == {REST: 2.0, "outer": 2.0, "inner": 1.0}
@@ -85,12 +98,30 @@ def test_a_profile_whose_caller_is_gone_ends_by_itself(channel, monkeypatch):
     assert "step" not in vars(engine)
 
 
-def test_the_head_runs_by_itself_while_it_is_timed(channel):
-    fake = FakeEngine()
-    fake.runner._model = model = SimpleNamespace(times_head=False)
-    profiler = StepProfiler(fake.engine, channel)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), tokenizer=False)
+
+
+@pytest.mark.parametrize("make", [load, device_engine])
+def test_every_part_of_a_step_is_timed(model, make, channel):
+    engine = make(model)
+    profiler = StepProfiler(engine, channel)
+    profiler.start(60.0)
+    channel.receive(block=False)
+    run(engine, [ask("a", range(5, 30), 4), ask("b", range(5, 20), 4, temperature=1.0)])
+    found = profiler.stop()
+    parts = {MESSAGES, ENGINE, SCHEDULER, BATCHES, DEVICE, FORWARD, HEAD, SAMPLER}
+    assert found.spans.keys() == {REST, *parts}
+    assert all(spent > 0 for spent in found.spans.values())
+
+
+def test_the_head_runs_by_itself_while_it_is_timed(model, channel):
+    engine = load(model)
+    head = engine.executor.profiled().model
+    profiler = StepProfiler(engine, channel)
     for _ in range(2):
         profiler.start(60.0)
-        assert model.times_head
+        assert head.times_head
     profiler.stop()
-    assert not model.times_head
+    assert not head.times_head
