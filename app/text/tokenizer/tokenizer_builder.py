@@ -105,20 +105,44 @@ def _from_pieces(data: bytes, config: Mapping[str, Any], added: list[dict[str, A
     """Build from a SentencePiece model: byte pairs or a unigram model."""
     model = SentencePieceFile(data)
     prefixes = bool(config.get("add_prefix_space", model.add_prefix))
+    tokens = _piece_tokens(model, prefixes=prefixes) | {each["id"]: each for each in added}
     known = {word: number for number, word in enumerate(model.words)}
-    own = [(number, word, model.kinds[number]) for number, word in enumerate(model.words)]
-    special = [_added(number, word) for number, word, kind in own if kind in (UNKNOWN, CONTROL)]
-    # Pieces with marks for spaces are found in the text as it is after normalization.
-    user = [
-        _added(number, word, special=False, normalized=SPACE in word and not prefixes)
-        for number, word, kind in own
-        if kind == USER and not (SPACE in word and prefixes)
-    ]
-    tokens = {each["id"]: each for each in (*special, *user)} | {each["id"]: each for each in added}
     for number, each in tokens.items():
         known.setdefault(each["content"], number)
-    unknown = next((word for _, word, kind in own if kind == UNKNOWN), None)
-    normal = {word: i for i, word, kind in own if kind not in (UNKNOWN, CONTROL, BYTE)}
+    kinds = list(zip(model.words, model.kinds, strict=True))
+    unknown = next((word for word, kind in kinds if kind == UNKNOWN), None)
+    normal = {
+        word: number for number, (word, kind) in enumerate(kinds) if kind not in (UNKNOWN, CONTROL, BYTE)
+    }
+    normalizers, decoders = _piece_steps(model, prefixes=prefixes)
+    return {
+        "version": "1.0",
+        "added_tokens": sorted(tokens.values(), key=lambda each: each["id"]),
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "post_processor": _around(config, known, begin=True),
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": model.byte_pairs(known, normal, unknown) if model.is_bpe else model.unigram(known, unknown),
+    }
+
+
+def _piece_tokens(model: SentencePieceFile, *, prefixes: bool) -> dict[int, dict[str, Any]]:
+    """Return the special tokens and those of the user, by id. `prefixes`: a space is put before each text."""
+    found = {}
+    for number, (word, kind) in enumerate(zip(model.words, model.kinds, strict=True)):
+        has_space = SPACE in word
+        if kind in (UNKNOWN, CONTROL):
+            found[number] = _added(number, word)
+        elif kind == USER and not (has_space and prefixes):
+            # Pieces with marks for spaces are found in the text as it is after normalization.
+            found[number] = _added(number, word, special=False, normalized=has_space)
+    return found
+
+
+def _piece_steps(
+    model: SentencePieceFile, *, prefixes: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the normalizers of a SentencePiece model, and its decoders."""
     normalizers: list[dict[str, Any]] = []
     if model.charsmap:
         charsmap = base64.b64encode(model.charsmap).decode()
@@ -134,15 +158,7 @@ def _from_pieces(data: bytes, config: Mapping[str, Any], added: list[dict[str, A
         normalizers.append({"type": "Prepend", "prepend": SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     normalizers.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
-    return {
-        "version": "1.0",
-        "added_tokens": sorted(tokens.values(), key=lambda each: each["id"]),
-        "normalizer": {"type": "Sequence", "normalizers": normalizers},
-        "pre_tokenizer": None,
-        "post_processor": _around(config, known, begin=True),
-        "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": model.byte_pairs(known, normal, unknown) if model.is_bpe else model.unigram(known, unknown),
-    }
+    return normalizers, decoders
 
 
 # ---------------------------------------------------------------------- byte-level
