@@ -39,16 +39,7 @@ class CallGrammars:
         several = several and syntax.most != 1
         names = [self._call(number, tool["function"]) for number, tool in enumerate(tools)]
         self.rules.append(f"call: {' | '.join(names)}")
-        pad = self.text(syntax.padding)
-        if syntax.style == "python":  # with the bracket in one piece: bare calls are known by it
-            self.rules.append(f"first: {' | '.join(f'first{number}' for number in range(len(names)))}")
-            inner = 'first (", " call)* "]"' if several else 'first "]"'
-        elif syntax.style == "json" and syntax.several:
-            inner = '"[" call (", " call)* "]"' if several else '"[" call "]"'
-        elif syntax.several and several:
-            inner = f"call ({self.text(syntax.between)} call)*"
-        else:
-            inner = "call"
+        inner, pad = self._between_marks(len(names), several=several), self.text(syntax.padding)
         opener = "" if syntax.bare and not opened else self.text(syntax.opener)
         closer = "" if syntax.style == "harmony" or (syntax.bare and not opened) else self.text(syntax.closer)
         rest = f"{pad} {inner} {pad} {closer}"
@@ -56,6 +47,19 @@ class CallGrammars:
         start = f"start: {'' if opened else opener} {rest} {more}"
         lark = "\n".join([start, *self.rules])
         return [{"name": "calls", "lark_grammar": lark}, *self.found]
+
+    def _between_marks(self, tools: int, *, several: bool) -> str:
+        """Return the expression between opener and closer: a call, or several where the format has lists."""
+        syntax = self.syntax
+        if syntax.style == "python":  # with the bracket in one piece: bare calls are known by it
+            self.rules.append(f"first: {' | '.join(f'first{number}' for number in range(tools))}")
+            first, comma, end = "first", '", "', ' "]"'
+        elif syntax.style == "json" and syntax.several:
+            first, comma, end = '"[" call', '", "', ' "]"'
+        else:
+            first, comma, end = "call", self.text(syntax.between), ""
+            several = several and syntax.several
+        return f"{first} ({comma} call)*{end}" if several else first + end
 
     def text(self, text: str) -> str:
         """Return terminals of a text: its special tokens by id, the rest quoted."""
@@ -76,28 +80,24 @@ class CallGrammars:
     def _call(self, number: int, function: dict[str, Any]) -> str:
         """Add the rule of one tool's call. Returns its name."""
         name, schema = function["name"], function.get("parameters") or {"type": "object"}
-        syntax, arguments = self.syntax, f"arguments{number}"
-        given = self.inputs.get(name)
+        syntax, arguments, given = self.syntax, f"arguments{number}", self.inputs.get(name)
+        begin = syntax.text_before_arguments(name)
         match syntax.style:
             case "json":
-                begin = f'{{"{syntax.name_key}": {quote(name)}, "{syntax.arguments_key}": '
                 body = f'{quote(begin)} {self._json(arguments, schema, given)} "}}"'
             case "named_json" | "harmony":
-                body = (
-                    f"{self.text(syntax.before_name + name + syntax.after_name)} "
-                    f"{self._json(arguments, schema, given)} {self.text(syntax.after_call)}"
-                )
+                value = self._json(arguments, schema, given)
+                body = f"{self.text(begin)} {value} {self.text(syntax.after_call)}"
             case "xml":
-                begin = self.text(syntax.before_name + name + syntax.after_name)
                 members = self._members(arguments, schema, self._parameter, "", given)
-                body = f"{begin} {members} {self.text(syntax.after_call)}"
+                body = f"{self.text(begin)} {members} {self.text(syntax.after_call)}"
             case "python":
                 members = self._members(arguments, schema, self._keyword, ", ", given)
-                self.rules.append(f'first{number}: {quote(f"[{name}(")} {members} ")"')
-                body = f'{quote(name + "(")} {members} ")"'
+                self.rules.append(f'first{number}: {quote(f"[{begin}")} {members} ")"')
+                body = f'{quote(begin)} {members} ")"'
             case "gemma":
                 members = self._members(arguments, schema, self._pair, ",", given)
-                body = f'{quote(f"call:{name}{{")} {members} "}}"'
+                body = f'{quote(begin)} {members} "}}"'
         self.rules.append(f"call{number}: {body}")
         return f"call{number}"
 
@@ -117,38 +117,33 @@ class CallGrammars:
         comma: str,
         given: list[Grammar] | None,
     ) -> str:
-        """Add the rules of an object's members, in the schema's order. Returns the first rule's name."""
-        properties = {
-            key: property_schema(schema, key)
-            for key in schema.get("properties") or {}
-            if isinstance(key, str)
-        }
-        if not properties:
-            properties = {}
+        """Add the rules of an object's members, in the schema's order. Returns the first rule's name.
+
+        `given`: grammars of a custom tool's input; its members are texts.
+        """
         required = schema.get("required") if isinstance(schema.get("required"), list) else []
-        if given is not None:
-            properties = {key: {"type": "string"} for key in properties}
+        keys = [key for key in schema.get("properties") or {} if isinstance(key, str)]
         items = []
-        for number, (key, each) in enumerate(properties.items()):
+        for number, key in enumerate(keys):
             rule = f"{name}m{number}"
+            each = property_schema(schema, key) if given is None else {"type": "string"}
             self.rules.append(f"{rule}: {member(rule, key, each, schema)}")
             items.append((rule, key in (required or [])))
         return self._joined(name, items, quote(comma) if comma else "")
 
     def _joined(self, name: str, items: list[tuple[str, bool]], comma: str) -> str:
-        """Add rules of a list of members of which the optional ones may be missing."""
+        """Add rules of a list of members of which the optional ones may be missing. Returns the first rule's
+        name.
+
+        Rule `fN` has the members from number N on, rule `rN` the same behind another member.
+        """
         if not items:
             return '""'
-        for number in range(len(items), -1, -1):  # `r`: after a member, `f`: before the first
-            if number == len(items):
-                self.rules += [f'{name}r{number}: ""', f'{name}f{number}: ""']
-                continue
-            rule, is_required = items[number]
-            rest = f"{comma} {rule} {name}r{number + 1}"
-            first = f"{rule} {name}r{number + 1}"
-            skip_rest = "" if is_required else f" | {name}r{number + 1}"
-            skip_first = "" if is_required else f" | {name}f{number + 1}"
-            self.rules += [f"{name}r{number}: {rest}{skip_rest}", f"{name}f{number}: {first}{skip_first}"]
+        self.rules += [f'{name}{place}{len(items)}: ""' for place in "rf"]
+        for number, (rule, is_required) in reversed([*enumerate(items)]):
+            for place, before in (("r", f"{comma} "), ("f", "")):
+                skipped = "" if is_required else f" | {name}{place}{number + 1}"
+                self.rules.append(f"{name}{place}{number}: {before}{rule} {name}r{number + 1}{skipped}")
         return f"{name}f0"
 
     def _parameter(self, rule: str, key: str, schema: dict[str, Any], root: dict[str, Any]) -> str:

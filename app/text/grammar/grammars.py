@@ -143,11 +143,8 @@ def free_text(text: TextModel, syntax: ToolSyntax) -> Grammar:
 
 def bare_calls(syntax: ToolSyntax, tools: Sequence[dict[str, Any]]) -> Grammar:
     """Return the grammar of any text, or of calls where it begins as a call of one of the tools."""
-    names = [tool["function"]["name"] for tool in tools]
-    if syntax.style == "python":
-        begins = [f"[{name}(" for name in names]
-    else:
-        begins = [f'{{"name": {_quoted(name)}, "{syntax.arguments_key}": ' for name in names]
+    bracket = "[" if syntax.style == "python" else ""
+    begins = [bracket + syntax.text_before_arguments(tool["function"]["name"]) for tool in tools]
     pattern = "|".join(re.escape(each).replace("/", r"\/") for each in begins)
     other = rf"OTHER: /(?s:.)+/ & ~/(?:{pattern})(?s:.)*/"
     return {"lark_grammar": f'%llguidance {{"no_forcing": true}}\nstart: OTHER? | @calls\n{other}'}

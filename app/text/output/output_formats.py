@@ -4,6 +4,7 @@
 makes grammars of them.
 """
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -73,6 +74,18 @@ class ToolSyntax:
     quote: str = '"'
     """Mark around strings, in the kind `gemma`."""
 
+    def text_before_arguments(self, name: str) -> str:
+        """Return the text with which a call of the tool `name` begins, as grammars have it."""
+        match self.style:
+            case "json":
+                named = json.dumps(name, ensure_ascii=False)
+                return f'{{"{self.name_key}": {named}, "{self.arguments_key}": '
+            case "python":
+                return f"{name}("
+            case "gemma":
+                return f"call:{name}{{"
+        return self.before_name + name + self.after_name
+
     @property
     def call_mark(self) -> CallMark | None:
         """Mark between calls that can be cut there; None where several calls are one list, and where there is
@@ -133,6 +146,12 @@ HARMONY: Final = ToolSyntax(
     ends_thoughts=True,
     other_marks=((f"{HARMONY_TURN} to=functions.", "<|call|>"),),
 )
+
+
+def beginning_length(mark: str, text: str) -> int:
+    """Return the length of the longest beginning of `mark` that `text` ends with."""
+    most = min(len(mark) - 1, len(text))
+    return next((size for size in range(most, 0, -1) if text.endswith(mark[:size])), 0)
 
 
 def thinking_after(format_: OutputFormat, prompt: str, continued: str | None) -> Thinking:
