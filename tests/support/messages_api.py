@@ -5,6 +5,10 @@ from typing import Any
 
 import httpx
 
+from support.deferred_module import DeferredModule
+
+jiter = DeferredModule("jiter")
+
 TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\\n' + tools | tojson + '<tool_call><|im_end|>\\n' }}{%- endif %}"
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}"
@@ -57,7 +61,7 @@ def streamed(http: httpx.Client, model: str, **fields: Any) -> tuple[dict[str, A
     for block in message["content"]:
         written = block.pop("json")
         if block["type"] == "tool_use":
-            block["input"] = json.loads(written)
+            block["input"] = jiter.from_json(written.encode(), partial_mode=True) if written else {}
         for field in {"text", "thinking"} - {block["type"]}:
             block.pop(field, None)
     return message, names

@@ -1,6 +1,5 @@
 """Routes of the Anthropic dialect: a generated chat as a message, whole or as events."""
 
-import json
 from collections.abc import AsyncGenerator, Iterator
 from typing import Annotated, Any, Literal
 
@@ -11,9 +10,9 @@ from msgspec import UNSET, Struct, UnsetType
 
 from ...errors import ApiError
 from ...gateway.gateway import Gateway
-from ...gateway.generation import TokenUsage
+from ...gateway.generation import Delta, TokenUsage
 from ...gateway.open_request import OpenRequest
-from ...text.output.output_parser import OutputParser, ParsedOutput
+from ...text.output.output_parser import OutputParser, ParsedOutput, read_arguments
 from ..openai.chat import ChatCall
 from ..openai.chat_messages import call_id, reasoning_tokens
 from ..openai.request_context import RequestContext, answer, inference_route
@@ -96,7 +95,7 @@ async def complete_message(gateway: Gateway, call: MessageCall) -> AnthropicMess
     parser = chat.parsing.parser()
     with gateway.open(chat.generation) as opened:
         pieces = [delta.text async for delta in opened.deltas()]
-    parts = parser.parse_whole("".join(pieces))
+    parts = parser.parse_whole("".join(pieces), is_cut=opened.sequences[0].finish_reason == "length")
     reason, found = stop_reason(opened, parser)
     return AnthropicMessage(
         id=chat.generation.id,
@@ -115,8 +114,7 @@ async def stream_message(gateway: Gateway, call: MessageCall) -> AsyncGenerator[
         events = _Events(opened, call)
         yield events.begin()
         async for delta in opened.deltas():
-            last = delta.finish_reason is not None
-            if said := b"".join(events.say(delta.text, last=last)):
+            if said := b"".join(events.say(delta)):
                 yield said
     yield b"".join(events.end())
 
@@ -129,7 +127,7 @@ def _blocks(parts: ParsedOutput, chat: ChatCall) -> list[dict[str, Any]]:
         blocks.append({"type": "text", "text": parts.content})
     for number, call in enumerate(parts.calls):
         block = _tool_use(chat, number, call.name)
-        blocks.append({**block, "input": json.loads(call.arguments)})
+        blocks.append({**block, "input": read_arguments(call.arguments)})
     return blocks
 
 
@@ -160,9 +158,11 @@ class _Events:
         )
         return named_event("message_start", message=message)
 
-    def say(self, text: str, *, last: bool) -> Iterator[bytes]:
+    def say(self, delta: Delta) -> Iterator[bytes]:
         before = self._parser.called
-        parts = self._parser.parse_whole(text) if last else self._parser.push(text)
+        parts = self._parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parts.add(self._parser.finish(is_cut=delta.finish_reason == "length"))
         if parts.reasoning and self._chat.parsing.includes_reasoning:
             yield from self._fill("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": parts.reasoning})

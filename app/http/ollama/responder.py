@@ -1,6 +1,5 @@
 """Answers in Ollama's shape: lines of JSON, or one object."""
 
-import json
 from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ from ...gateway.gateway import Gateway
 from ...gateway.generation import Delta, TokenEntry
 from ...gateway.open_request import OpenRequest
 from ...text.output.format_table import recognize_format
-from ...text.output.output_parser import ParsedOutput
+from ...text.output.output_parser import ParsedOutput, read_arguments
 from ...util.formatting import rfc3339
 from ...util.threads import off_loop
 from ..openai.sampling import chat_logprobs
@@ -56,7 +55,7 @@ class AnswerWriter:
             return {**self._head, "response": parts.content, **said, "done": False} | self._logprobs()
         if parts.calls:
             said["tool_calls"] = [
-                {"function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+                {"function": {"name": call.name, "arguments": read_arguments(call.arguments)}}
                 for call in parts.calls
             ]
         message = {"role": "assistant", "content": parts.content, **said}
@@ -99,7 +98,8 @@ async def complete(gateway: Gateway, call: OllamaCall, kind: Kind, model: str) -
         async for delta in opened.deltas():
             writer.note(delta)
             pieces.append(delta.text)
-    parts = parser.parse_whole("".join(pieces))
+    is_cut = opened.sequences[0].finish_reason == "length"
+    parts = parser.parse_whole("".join(pieces), is_cut=is_cut)
     tokens = opened.usage.output_tokens if call.has_logprobs else 0
     return await off_loop(tokens, lambda: writer.end(parts))
 
@@ -113,7 +113,7 @@ async def stream(gateway: Gateway, call: OllamaCall, kind: Kind, model: str) -> 
             parts = parser.push(delta.text)
             if parts.reasoning or parts.content or parts.calls:
                 yield line(writer.part(parts))
-    rest = parser.finish()
+    rest = parser.finish(is_cut=opened.sequences[0].finish_reason == "length")
     if rest.reasoning or rest.content or rest.calls:
         yield line(writer.part(rest))
     yield line(writer.end(ParsedOutput()))

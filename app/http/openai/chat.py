@@ -24,7 +24,7 @@ from ...gateway.open_request import OpenRequest
 from ...images.reader import DecodedImage, ImageLease, place_images
 from ...text.chat_template import Chat, RenderedChat
 from ...text.output.call_parsers import ParsedToolCall
-from ...text.output.output_parser import OutputParser
+from ...text.output.output_parser import OutputParser, ParsedOutput
 from ...util.threads import off_loop
 from ..server.request import invalid as invalid_body
 from .chat_messages import ParserOptions, build_chat, call_id, final_reason, input_of, reasoning_tokens
@@ -238,17 +238,17 @@ def _choice(index: int, deltas: list[Delta], chat: ChatCall, parser: OutputParse
     entries = [entry for delta in deltas for entry in delta.entries]
     reason = deltas[-1].finish_reason
     assert reason is not None
+    parts = parser.parse_whole("".join(delta.text for delta in deltas), is_cut=reason == "length")
     return ChatChoice(
         index=index,
-        message=_message(index, "".join(delta.text for delta in deltas), chat, parser),
+        message=_message(index, parts, chat),
         logprobs=build_logprobs(chat, entries) if chat.wants_logprobs else None,
         finish_reason=final_reason(reason, parser),
         token_ids=[i for delta in deltas for i in delta.token_ids] if chat.body.return_token_ids else UNSET,
     )
 
 
-def _message(index: int, text: str, chat: ChatCall, parser: OutputParser) -> ChatMessage:
-    parts = parser.parse_whole(text)
+def _message(index: int, parts: ParsedOutput, chat: ChatCall) -> ChatMessage:
     content = chat.echo + parts.content
     message = ChatMessage(content=None if parts.calls and not content else content)
     if parts.calls:
@@ -263,7 +263,7 @@ def _message(index: int, text: str, chat: ChatCall, parser: OutputParser) -> Cha
 
 def _called(id_: str, call: ParsedToolCall, parsing: ParserOptions) -> ChatToolCall:
     if call.name in parsing.custom:
-        return ChatToolCall(id=id_, type="custom", custom=CalledCustom(call.name, input_of(call.arguments)))
+        return ChatToolCall(id=id_, type="custom", custom=CalledCustom(call.name, input_of(call)))
     return ChatToolCall(id=id_, function=CalledFunction(call.name, call.arguments))
 
 

@@ -21,9 +21,9 @@ from ...images.source import ImageSource
 from ...text.chat_template import Chat, RenderedChat
 from ...text.grammar.grammars import Grammar, json_input
 from ...text.grammar.json_lark import LarkError, lark_in_json
-from ...text.output.call_parsers import Schemas
+from ...text.output.call_parsers import ParsedToolCall, Schemas
 from ...text.output.output_formats import OutputFormat, ReasoningMarks, Thinking, ToolSyntax, thinking_after
-from ...text.output.output_parser import OutputParser
+from ...text.output.output_parser import OutputParser, read_arguments
 from ...text.tokenizer.tokenizer import TextModel
 from .request_types import (
     AllowedChoice,
@@ -87,17 +87,23 @@ def input_grammars(body: ChatCompletionRequest, most: int) -> Mapping[str, list[
     return found
 
 
-def input_of(arguments: str) -> str:
-    """Return a custom tool's text from `arguments`, a JSON object as the model wrote it.
-
-    Models that miss the name of the field still say one text.
+def input_of(call: ParsedToolCall) -> str:
+    """Return the text that a model gives a custom tool. Models that miss the name of the field still say one
+    text.
     """
-    written: dict[str, Any] = json.loads(arguments)
+    written = read_arguments(call.arguments, keeps_cut_text=True)
     texts = [value for value in written.values() if isinstance(value, str)]
     found = written.get(INPUT)
     if isinstance(found, str):
         return found
-    return texts[0] if len(texts) == 1 else arguments
+    return texts[0] if len(texts) == 1 else "" if call.is_cut else call.arguments
+
+
+def is_forced(choice: Any) -> bool:
+    """Return True if `tool_choice` asks for a call."""
+    if isinstance(choice, AllowedChoice):
+        choice = choice.allowed_tools.mode
+    return choice not in (None, "auto", "none")
 
 
 def _allowed(choice: Any, tools: list[Tool]) -> set[tuple[str, str]] | None:
@@ -279,6 +285,8 @@ class ParserOptions:
     custom: frozenset[str]
     """Names of tools that take a text."""
     most_calls: int | None
+    is_forced: bool
+    """True if the answer must be a call."""
     includes_reasoning: bool
 
     @classmethod
@@ -293,6 +301,7 @@ class ParserOptions:
             schemas={each["name"]: each.get("parameters") or {} for each in functions} or None,
             custom=custom_names(body),
             most_calls=1 if body.parallel_tool_calls is False else None,
+            is_forced=is_forced(body.tool_choice),
             includes_reasoning=body.include_reasoning is not False,
         )
 
@@ -307,7 +316,9 @@ class ParserOptions:
         return self.thinking != "no" or self.tools is not None or self.format.has_parts
 
     def parser(self) -> OutputParser:
-        return OutputParser(self.format, self.thinking, self.schemas, self.most_calls)
+        return OutputParser(
+            self.format, self.thinking, self.schemas, self.most_calls, is_forced=self.is_forced
+        )
 
     def needs_special(self, text: TextModel) -> bool:
         """True if a mark is a special token, which detokenized text otherwise leaves out."""
@@ -322,6 +333,7 @@ PLAIN = ParserOptions(
     schemas=None,
     custom=frozenset(),
     most_calls=None,
+    is_forced=False,
     includes_reasoning=False,
 )
 """Parsing of answers without parts."""

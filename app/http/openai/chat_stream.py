@@ -112,7 +112,7 @@ class _ChunkEncoder:
         parser = self._parsers[delta.index]
         parts = parser.push(delta.text)
         if delta.finish_reason is not None:
-            parts.add(parser.finish())
+            parts.add(parser.finish(is_cut=delta.finish_reason == "length"))
         elif self._plain and not (parts.reasoning or parts.calls):
             before, after = self.glue[delta.index]
             return before + encode(parts.content) + after if parts.content else b""
@@ -181,7 +181,7 @@ def _function(index: int, id_: str, call: ParsedToolCall) -> tuple[ToolCallDelta
 
 def _custom(index: int, id_: str, call: ParsedToolCall) -> tuple[ToolCallDelta, ToolCallDelta]:
     named = CustomDelta(name=call.name, input="")
-    rest = CustomDelta(input=input_of(call.arguments))
+    rest = CustomDelta(input=input_of(call))
     return (
         ToolCallDelta(index=index, id=id_, type="custom", custom=named),
         ToolCallDelta(index=index, custom=rest),

@@ -28,9 +28,8 @@ from ...text.grammar.grammars import (
 )
 from ...text.output.output_formats import ToolSyntax
 from ...util.threads import off_loop
-from .chat_messages import input_grammars
+from .chat_messages import input_grammars, is_forced
 from .request_types import (
-    AllowedChoice,
     ChatCompletionRequest,
     CustomReference,
     FunctionReference,
@@ -102,9 +101,7 @@ def find_call_constraint(
         return None
     choice = body.tool_choice
     named = isinstance(choice, FunctionReference | CustomReference)
-    if isinstance(choice, AllowedChoice):
-        choice = choice.allowed_tools.mode
-    forced = choice not in (None, "auto")
+    forced = is_forced(choice)
     if isinstance(choice, FunctionReference | CustomReference):
         name = choice.function.name if isinstance(choice, FunctionReference) else choice.custom.name
         tools = [tool for tool in tools if tool["function"]["name"] == name]

@@ -81,9 +81,15 @@ class Toolbox:
         named = {"call_id": call_id, "name": tool.name}
         if tool.namespace is not None:
             named["namespace"] = tool.namespace
-        said = {"input": input_of(call.arguments)} if tool.custom else {"arguments": call.arguments}
+        said = {"input": input_of(call)} if tool.custom else {"arguments": call.arguments}
         kind = "custom_tool_call" if tool.custom else "function_call"
-        return {"id": "", "type": kind, "status": "completed", **named, **said}
+        return {
+            "id": "",
+            "type": kind,
+            "status": "incomplete" if call.is_cut else "completed",
+            **named,
+            **said,
+        }
 
     def _add_all(self, at: str, tools: Iterable[dict[str, Any]]) -> None:
         for number, tool in enumerate(tools):

@@ -169,9 +169,9 @@ class ResponseEventWriter:
         return self._parts(self._parser.push(text), before, entries)
 
     def finish(self) -> Iterator[Event]:
-        before = self._parser.called
-        yield from self._parts(self._parser.finish(), before)
-        yield from self._items.close(whole=self._opened.sequences[0].finish_reason != "length")
+        before, is_cut = self._parser.called, self._opened.sequences[0].finish_reason == "length"
+        yield from self._parts(self._parser.finish(is_cut=is_cut), before)
+        yield from self._items.close(whole=not is_cut)
         self._ended = response = self._build_response()
         lost = self._store is not None and not self.keep(response)
         if (target := self._prepared.conversation) is not None:
@@ -188,7 +188,7 @@ class ResponseEventWriter:
             yield from self.finish()
             return
         before = self._parser.called
-        yield from self._parts(self._parser.finish(), before)
+        yield from self._parts(self._parser.finish(is_cut=True), before)
         yield from self._items.close(whole=False)
         self._ended = made = self._build_response()
         failure = to_api_error(error) if isinstance(error, Exception) else None

@@ -4,15 +4,16 @@ Everything here returns None for text that is not calls and nothing else: the ca
 """
 
 import ast
+import contextlib
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-from .output_formats import ATTRIBUTE, CallStyle, ToolSyntax
+from .output_formats import ATTRIBUTE, NUMBER, CallStyle, ToolSyntax, beginning_length
 
 Schemas = Mapping[str, dict[str, Any]]
 """JSON schemas of the arguments, by names of the offered tools."""
@@ -20,6 +21,8 @@ _DECODER = json.JSONDecoder(strict=False)  # models write line breaks into strin
 _BETWEEN: Final = " \t\r\n;,"
 _MOST_PYTHON: Final = 100_000
 """Characters of Python calls: the parser's memory grows with them."""
+_MOST_TRIES: Final = 64
+"""Places at which the last complete part of a cut call is looked for."""
 _NAMED: Final = {"true": True, "false": False, "null": None}
 _JSON_TYPES: Final = {"True": True, "False": False, "None": None}
 
@@ -28,7 +31,8 @@ _JSON_TYPES: Final = {"True": True, "False": False, "None": None}
 class ParsedToolCall:
     name: str
     arguments: str
-    """JSON object as text."""
+    """JSON object as text; its beginning where the call was cut off."""
+    is_cut: bool = False
 
 
 def parse_calls(
@@ -70,9 +74,15 @@ def make_call(name: Any, arguments: Any) -> ParsedToolCall | None:
         arguments = json.loads(arguments or "{}", strict=False)
     if not isinstance(arguments, dict):
         return None
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    f"{name}{text}".encode()  # half a surrogate pair could not be sent
-    return ParsedToolCall(name, text)
+    name.encode()
+    return ParsedToolCall(name, _to_json(arguments))
+
+
+def _to_json(value: Any) -> str:
+    """Return `value` as JSON. Raises ValueError for what could not be sent: NaN, half a surrogate pair."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return text
 
 
 def _parse_json(syntax: ToolSyntax, written: str, _schemas: Schemas) -> list[ParsedToolCall] | None:
@@ -100,45 +110,42 @@ def _json_call(syntax: ToolSyntax, value: Any) -> ParsedToolCall | None:
 
 def _parse_named_json(syntax: ToolSyntax, written: str, _schemas: Schemas) -> list[ParsedToolCall] | None:
     """Parse names, each with one object after it."""
-    head, tail = _pattern(syntax.head), _pattern(syntax.tail)
-    calls: list[ParsedToolCall] = []
-    at = 0
-    while rest := written[at:].lstrip(_BETWEEN):
-        at = len(written) - len(rest)
-        begin = head.match(written, at)
-        if begin is None:
-            return None
-        at = begin.end()
-        at += len(written[at:]) - len(written[at:].lstrip())
-        value, at = _DECODER.raw_decode(written, at)
-        end = tail.match(written, at)
-        call = make_call(begin[1], value)
-        if end is None or call is None:
-            return None
-        at = end.end()
-        calls.append(call)
-    return calls
+
+    def read(_name: str, at: int) -> tuple[Any, int]:
+        return _DECODER.raw_decode(written, len(written) - len(written[at:].lstrip()))
+
+    return _parse_named(syntax, written, read, between=_BETWEEN, tail=syntax.tail)
 
 
 def _parse_xml(syntax: ToolSyntax, written: str, schemas: Schemas) -> list[ParsedToolCall] | None:
     """Parse names with marked parameters, typed by the tool's schema."""
-    head, tail, parameter = _pattern(syntax.head), _pattern(rf"\s*{syntax.tail}"), _parameter(syntax)
+
+    def read(name: str, at: int) -> tuple[Any, int]:
+        return _parse_parameters(syntax, written, at, schemas.get(name) or {})
+
+    return _parse_named(syntax, written, read, between=None, tail=rf"\s*{syntax.tail}")
+
+
+def _parse_named(
+    syntax: ToolSyntax,
+    written: str,
+    read: Callable[[str, int], tuple[Any, int]],
+    *,
+    between: str | None,
+    tail: str,
+) -> list[ParsedToolCall] | None:
+    """Parse names with arguments. `read` returns the arguments of a tool from a place on, and where they end;
+    `between`: characters that may stand between calls, None for white space; `tail`: pattern after arguments.
+    """
     calls: list[ParsedToolCall] = []
     at = 0
-    while rest := written[at:].lstrip():
-        at = len(written) - len(rest)
-        begin = head.match(written, at)
-        if begin is None:
+    while rest := written[at:].lstrip(between):
+        head = _pattern(syntax.head).match(written, len(written) - len(rest))
+        if head is None:
             return None
-        at = begin.end()
-        values: dict[str, Any] = {}
-        schema = schemas.get(begin[1]) or {}
-        while found := parameter.match(written, at):
-            name = found[1].strip()
-            values[name] = _typed(found[2], property_schema(schema, name))
-            at = found.end()
-        end = tail.match(written, at)
-        call = make_call(begin[1], values)
+        arguments, at = read(head[1], head.end())
+        end = _pattern(tail).match(written, at)
+        call = make_call(head[1], arguments)
         if end is None or call is None:
             return None
         at = end.end()
@@ -146,12 +153,24 @@ def _parse_xml(syntax: ToolSyntax, written: str, schemas: Schemas) -> list[Parse
     return calls
 
 
-def _parameter(syntax: ToolSyntax) -> re.Pattern[str]:
-    """Return the pattern of one parameter: its name, its value. White space between marks is free."""
-    before, middle, after = (each.strip() for each in syntax.parameter)
+def _parse_parameters(
+    syntax: ToolSyntax, written: str, at: int, schema: Mapping[str, Any]
+) -> tuple[dict[str, Any], int]:
+    """Parse marked parameters from `at` on. Returns their values by name, and where they end."""
+    values, parameter = {}, _parameter(syntax, re.escape(syntax.parameter[2].strip()))
+    while found := parameter.match(written, at):
+        name = found[1].strip()
+        values[name] = _typed(found[2], property_schema(schema, name))
+        at = found.end()
+    return values, at
+
+
+def _parameter(syntax: ToolSyntax, end: str) -> re.Pattern[str]:
+    """Return the pattern of a parameter: its name, its value up to `end`. White space at marks is free."""
+    before, middle, _ = (each.strip() for each in syntax.parameter)
     middle = r"\s*".join(map(re.escape, middle.replace("><", ">\n<").split("\n")))
     middle = middle.replace(re.escape(ATTRIBUTE), "[a-z]*")
-    return _pattern(rf"\s*{re.escape(before)}([^<>\"]+?){middle}(.*?){re.escape(after)}")
+    return _pattern(rf"\s*{re.escape(before)}([^<>\"]+?){middle}(.*?){end}")
 
 
 def property_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -203,14 +222,8 @@ def _parse_python(_syntax: ToolSyntax, written: str, schemas: Schemas) -> list[P
     text = written.strip()
     for stand_in, name in hidden.items():
         text = text.replace(f"{name}(", f"{stand_in}(")
-    with warnings.catch_warnings():  # a model's output must not reach the daemon's log
-        warnings.simplefilter("ignore", SyntaxWarning)
-        try:
-            tree = ast.parse(text)
-        except SyntaxError:
-            tree = ast.parse(text.replace("\n", "\\n"))  # line breaks inside strings
     calls: list[ParsedToolCall] = []
-    for statement in tree.body:
+    for statement in _python_statements(text):
         if not isinstance(statement, ast.Expr):
             return None
         value = statement.value
@@ -222,14 +235,22 @@ def _parse_python(_syntax: ToolSyntax, written: str, schemas: Schemas) -> list[P
     return calls
 
 
+def _python_statements(text: str) -> list[ast.stmt]:
+    """Parse Python. Raises SyntaxError, and ValueError for null bytes."""
+    with warnings.catch_warnings():  # a model's output must not reach the daemon's log
+        warnings.simplefilter("ignore", SyntaxWarning)
+        try:
+            return ast.parse(text).body
+        except SyntaxError:
+            return ast.parse(text.replace("\n", "\\n")).body  # line breaks inside strings
+
+
 def _python_call(node: ast.expr, hidden: Mapping[str, str]) -> ParsedToolCall | None:
     if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
         return None
-    values = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
-            return None
-        values[keyword.arg] = _literal(keyword.value)
+    if any(keyword.arg is None for keyword in node.keywords):
+        return None
+    values = {keyword.arg: _literal(keyword.value) for keyword in node.keywords}
     name = ast.unparse(node.func)
     return make_call(hidden.get(name, name), values)
 
@@ -255,18 +276,19 @@ def _literal(node: ast.expr) -> Any:
 def _parse_gemma(syntax: ToolSyntax, written: str, _schemas: Schemas) -> list[ParsedToolCall] | None:
     """Parse `call:name{key:value}` with strings between the format's quote marks."""
     begin = re.match(r"\s*call:([^\s{]+)\s*", written)
-    if begin is None:
+    if begin is None or written.count(syntax.quote, begin.end()) % 2:
         return None
     pieces = written[begin.end() :].split(syntax.quote)
-    if len(pieces) % 2 == 0:
-        return None
-    for number, piece in enumerate(pieces):
-        if number % 2:
-            pieces[number] = json.dumps(piece)
-        else:
-            pieces[number] = re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", r'\1"\2":', piece)
-    call = make_call(begin[1], json.loads("".join(pieces)))
+    call = make_call(begin[1], json.loads("".join(_gemma_json(pieces))))
     return None if call is None else [call]
+
+
+def _gemma_json(pieces: Sequence[str]) -> list[str]:
+    """Convert Gemma's notation, split at its quote marks, to JSON: every second piece is a string."""
+    return [
+        json.dumps(piece) if number % 2 else re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", r'\1"\2":', piece)
+        for number, piece in enumerate(pieces)
+    ]
 
 
 def _parse_harmony(_syntax: ToolSyntax, written: str, _schemas: Schemas) -> list[ParsedToolCall] | None:
@@ -290,3 +312,88 @@ _PARSERS: Final[Mapping[CallStyle, Callable[[ToolSyntax, str, Schemas], list[Par
 @lru_cache(maxsize=256)
 def _pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.DOTALL)
+
+
+def parse_cut_calls(syntax: ToolSyntax, written: str, schemas: Schemas) -> list[ParsedToolCall] | None:
+    """Parse calls of which the last may be cut off. Returns an empty list where the name of the first is not
+    known yet, and None for text that does not begin as calls of these tools do.
+    """
+    has_end = syntax.style != "xml" or bool(syntax.tail)  # without one, parameters may be missing
+    if has_end and (calls := parse_calls(syntax, written, schemas)) is not None:
+        return calls
+    heads = _cut_head(syntax, schemas).finditer(written)
+    named = [head for head in heads if head[1] in schemas and (has_end or head.end() < len(written))]
+    for head in named[: -_MOST_TRIES - 1 : -1]:  # a name may also stand inside a value
+        before = written[: head.start()].strip(f"{_BETWEEN}[]")
+        earlier = parse_calls(syntax, before, schemas) if before else []
+        if earlier is not None:
+            arguments = _arguments_so_far(syntax, written[head.end() :], schemas[head[1]])
+            return [*earlier, ParsedToolCall(head[1], arguments, is_cut=True)]
+    begun = re.sub(r"\s|\A\s*\[", "", written)
+    beginnings = [re.sub(r"\s", "", syntax.text_before_arguments(name)) for name in schemas]
+    is_begun = any(text.startswith(begun) or begun.startswith(text.split(NUMBER)[0]) for text in beginnings)
+    return [] if is_begun else None
+
+
+def _cut_head(syntax: ToolSyntax, schemas: Schemas) -> re.Pattern[str]:
+    """Return the pattern before the arguments of a call. Its group is the tool's name."""
+    names = "|".join(map(re.escape, schemas))
+    match syntax.style:
+        case "json":
+            pattern = rf'\{{\s*"(?:{syntax.name_key}|name)"\s*:\s*"({names})"\s*(?:,\s*"\w+"\s*:)?'
+        case "python":
+            pattern = rf"(?<![\w.-])({names})\("
+        case "gemma":
+            pattern = rf"\s*call:({names})\s*(?=\{{)"
+        case "harmony":
+            pattern = rf"\A.*?to=functions\.({names})(?=[\s<]).*?<\|message\|>"
+        case _:
+            pattern = syntax.head
+    return re.compile(pattern, re.DOTALL)
+
+
+def _arguments_so_far(syntax: ToolSyntax, written: str, schema: Mapping[str, Any]) -> str:
+    """Return the beginning of a JSON object for a beginning of arguments."""
+    written = written.lstrip()
+    with contextlib.suppress(ValueError, RecursionError, MemoryError, SyntaxError):
+        match syntax.style:
+            case "xml":
+                return _parameters_so_far(syntax, written, schema)
+            case "python":
+                return _keywords_so_far(written)
+            case "gemma":
+                written = _gemma_so_far(syntax, written)
+        return _to_json(_DECODER.raw_decode(written)[0])
+    return "" if syntax.style in {"xml", "python"} or not written.startswith(("{", '"')) else written
+
+
+def _parameters_so_far(syntax: ToolSyntax, written: str, schema: Mapping[str, Any]) -> str:
+    values, at = _parse_parameters(syntax, written, 0, schema)
+    whole = _to_json(values)
+    if last := _parameter(syntax, r"\Z").match(written, at):
+        name, closer = last[1].strip(), syntax.parameter[2].strip()
+        text = last[2][: len(last[2]) - beginning_length(closer, last[2])]
+        types = schema_types(property_schema(schema, name))
+        is_text = not types or "string" in types
+        value = _to_json(text.removeprefix("\n").removesuffix("\n"))[:-1] if is_text else text.strip()
+        return f"{whole[:-1]}{', ' if values else ''}{_to_json(name)}: {value}"
+    if syntax.tail and _pattern(rf"\s*{syntax.tail}").match(written, at):
+        return whole
+    return whole[:-1] if values else ""
+
+
+def _keywords_so_far(written: str) -> str:
+    ends = [*(each.start() for each in re.finditer(",", written)), len(written)]
+    for end in ends[: -_MOST_TRIES - 1 : -1] if len(written) <= _MOST_PYTHON else ():
+        with contextlib.suppress(ValueError, RecursionError, MemoryError, SyntaxError):
+            match _python_statements(f"f({written[:end]})"):
+                case [ast.Expr(value=node)] if (call := _python_call(node, {})) is not None:
+                    return call.arguments[:-1].removesuffix("{")
+    return ""
+
+
+def _gemma_so_far(syntax: ToolSyntax, written: str) -> str:
+    written = written[: len(written) - beginning_length(syntax.quote, written)]
+    *before, last = _gemma_json(written.split(syntax.quote))
+    last = last[:-1] if len(before) % 2 else re.sub(r"([{,]\s*)[^\s{}\[\],:\"]+\Z", r"\1", last)
+    return "".join([*before, last])

@@ -1,13 +1,17 @@
 """Incremental output parser: splits a streamed chat answer into reasoning, text and tool calls.
 
-The parts do not depend on where the pieces were cut. An incomplete call stays text: nothing is lost.
+The parts do not depend on where the pieces were cut. Text that is no call stays text: nothing is lost. Of a call
+within which the answer reached its longest length, the arguments so far are returned.
 """
 
+import contextlib
+import json
+import re
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-from .call_parsers import ParsedToolCall, Schemas, is_inside_value, parse_calls
-from .output_formats import OutputFormat, Thinking, ToolSyntax
+from .call_parsers import ParsedToolCall, Schemas, is_inside_value, parse_calls, parse_cut_calls
+from .output_formats import OutputFormat, Thinking, ToolSyntax, beginning_length
 
 _Place = Literal["start", "thoughts", "text", "call", "header", "message"]
 _HEADER_END: Final = "<|message|>"
@@ -33,7 +37,7 @@ class ParsedOutput:
 
 class OutputParser:
     """State of one answer. `schemas` are those of the offered tools, None without tools; `most_calls` bounds
-    the calls.
+    the calls; `is_forced`: the answer is calls alone.
     """
 
     def __init__(
@@ -42,6 +46,8 @@ class OutputParser:
         thinking: Thinking,
         schemas: Schemas | None = None,
         most_calls: int | None = None,
+        *,
+        is_forced: bool = False,
     ) -> None:
         self.thought = thinking == "inside"
         """True once reasoning was begun."""
@@ -49,6 +55,7 @@ class OutputParser:
         """Number of calls returned so far."""
         self._tools: ToolSyntax | None = format_.tools if schemas else None
         self._schemas = schemas or {}
+        self._is_forced = is_forced and self._tools is not None
         self._most = most_calls if self._tools is None else most_calls or self._tools.most
         self.marks = format_.reasoning
         """Marks around thoughts."""
@@ -78,15 +85,19 @@ class OutputParser:
             pass
         return parts
 
-    def parse_whole(self, text: str) -> ParsedOutput:
-        """Parse the rest of an answer at once, to its end."""
+    def parse_whole(self, text: str, *, is_cut: bool = False) -> ParsedOutput:
+        """Parse the rest of an answer at once, to its end. `is_cut`: as in `finish`."""
         parts = self.push(text)
-        parts.add(self.finish())
+        parts.add(self.finish(is_cut=is_cut))
         return parts
 
-    def finish(self) -> ParsedOutput:
-        """Return the held-back text, at the answer's end."""
+    def finish(self, *, is_cut: bool = False) -> ParsedOutput:
+        """Return the held-back text, at the answer's end. `is_cut`: the answer was cut off at its longest
+        length, so that its last call may be a beginning.
+        """
         parts = ParsedOutput()
+        if is_cut and self._end_cut_call(parts):
+            return parts
         while self._place == "call" and not self._end_last_call(parts):
             while self._advance(parts):
                 pass
@@ -236,11 +247,27 @@ class OutputParser:
         self._close_call(at, parts)
         return False
 
+    def _end_cut_call(self, parts: ParsedOutput) -> bool:
+        """End the call within which the answer was cut off. Returns False if the held text is no call's."""
+        is_call = self._place == "call" or (self._place == "message" and self._kind == "call")
+        if is_call and self._tools is not None:
+            calls = parse_cut_calls(self._tools, self._with_opener(self._held), self._schemas)
+            is_certain = self._is_forced or bool(self._written)  # an answer may begin like a bare call
+            if calls or (calls is not None and is_certain):
+                self._held = ""
+                self._add_calls(calls, parts)
+        elif self._is_forced and self._place in {"start", "text"}:
+            self._held = ""  # the beginning of a mark
+        return not self._held
+
+    def _with_opener(self, raw: str) -> str:
+        """Return the text of a call with the opener that belongs to it."""
+        assert self._tools is not None
+        return raw if self._written in {"", self._tools.opener} else self._written + raw
+
     def _parsed(self, raw: str) -> list[ParsedToolCall] | None:
         assert self._tools is not None
-        if self._written not in ("", self._tools.opener):
-            raw = self._written + raw
-        return parse_calls(self._tools, raw, self._schemas)
+        return parse_calls(self._tools, self._with_opener(raw), self._schemas)
 
     def _end_call(self, raw: str, closer: str, parts: ParsedOutput) -> None:
         calls = self._parsed(raw)
@@ -248,10 +275,13 @@ class OutputParser:
             parts.content += raw if self._harmony else self._written + raw + closer
             self._lead = False
             return
+        self._add_calls(calls, parts)
+        self._lead = True
+
+    def _add_calls(self, calls: list[ParsedToolCall], parts: ParsedOutput) -> None:
         wanted = calls if self._most is None else calls[: max(0, self._most - self.called)]
         parts.calls += wanted
         self.called += len(wanted)
-        self._lead = True
 
     # ------------------------------------------------------------------ harmony
 
@@ -311,13 +341,40 @@ class OutputParser:
             at, mark = min(found)
             self._held = held[at + len(mark) :]
             return held[:at].rstrip(), mark
-        keep = len(held) - max(_beginning_of(mark, held) for mark in marks)
+        keep = len(held) - max(beginning_length(mark, held) for mark in marks)
         keep = len(held[:keep].rstrip())
         text, self._held = held[:keep], held[keep:]
         return text, ""
 
 
-def _beginning_of(mark: str, text: str) -> int:
-    """Return the length of the longest beginning of `mark` that `text` ends with."""
-    most = min(len(mark) - 1, len(text))
-    return next((size for size in range(most, 0, -1) if text.endswith(mark[:size])), 0)
+_JSON_TOKEN = re.compile(
+    r'"(?:[^"\\]|\\u(?![0-9a-fA-F]{0,3}\Z)|\\[^u])*(?:"|(?P<cut>(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z))|[{}\[\],]',
+    re.DOTALL,
+)
+"""Strings and marks of JSON. `cut`: where a string is cut off."""
+
+
+def read_arguments(text: str, *, keeps_cut_text: bool = False) -> dict[str, Any]:
+    """Return the arguments of a call as an object; of a call that was cut off, what is complete.
+
+    `keeps_cut_text`: with a string that was cut off. Half a file name may be another file's.
+    """
+    closers, kept, said = "", "{}", text
+    for token in _JSON_TOKEN.finditer(text):
+        match token[0][:1]:
+            case "{" | "[" as opener:
+                closers = ("}" if opener == "{" else "]") + closers
+                kept = text[: token.end()] + closers
+            case "}" | "]":
+                closers = closers[1:]
+            case ",":
+                kept = text[: token.start()] + closers
+            case _ if token["cut"] is not None:
+                said = f'{text[: token.start("cut")]}"' if keeps_cut_text else ""
+    for each in (said + closers, kept):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(each, strict=False)
+            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair could not be sent
+            if isinstance(found, dict):
+                return found
+    return {}

@@ -108,6 +108,18 @@ def test_a_failed_tool_that_returns_an_image_says_so():
     assert result["content"][0]["text"] == "Error: "
 
 
+def test_a_call_that_is_cut_has_the_input_so_far(http):
+    seen, whole = [], ask(http, "caller", **TOOLS)["usage"]["output_tokens"]
+    for most in range(whole - 25, whole - 1, 2):
+        message, (again, _) = (call(http, "caller", max_tokens=most, **TOOLS) for call in (ask, streamed))
+        assert message["stop_reason"] == again["stop_reason"] == "max_tokens"
+        assert without_id(message["content"]) == without_id(again["content"])
+        assert message["content"][0]["text"] in LOOK["text"]
+        seen += [block["input"] for block in message["content"][1:]]
+    assert {} in seen
+    assert {"city": "Köln"} in seen
+
+
 def test_results_of_tools_go_back(http):
     (_, first, second) = ask(http, "caller", **TOOLS)["content"]
     result = {

@@ -62,6 +62,22 @@ def test_a_chat_whole_and_in_lines(http):
     assert (last["message"]["content"], last["done"], last["eval_count"]) == ("", True, told["eval_count"])
 
 
+def test_a_call_that_is_cut_has_the_arguments_so_far(http):
+    seen, size = [], whole(http, "/api/chat", model="caller", messages=ASKED, tools=TOOLS)["eval_count"]
+    for most in range(size - 25, size - 1, 2):
+        fields = {"model": "caller", "messages": ASKED, "tools": TOOLS, "options": {"num_predict": most}}
+        message = whole(http, "/api/chat", **fields)["message"]
+        *parts, last = lines(http, "/api/chat", **fields)
+        calls = message.get("tool_calls", [])
+        assert calls == [call for part in parts for call in part["message"].get("tool_calls", [])]
+        assert message["content"] == "".join(part["message"]["content"] for part in parts)
+        assert "<tool_call>" not in message["content"]
+        if last["done_reason"] == "length":
+            seen += calls
+    assert {"function": {"name": "weather", "arguments": {}}} in seen
+    assert CALLED in seen
+
+
 def test_a_text_whole_and_in_lines(http):
     fields = {"model": "plain", "prompt": "hello", "system": "Be brief", "options": {"stop": [" three"]}}
     assert whole(http, "/api/generate", **fields)["response"] == "one two"

@@ -26,6 +26,7 @@ ANSWERS = {
     "caller": f"<think>\nhm\n</think>\n\nLet me look.\n{CALL}\n{CALL}",
     "plain": "<think>no</think>",
     "looper": f"{CALL}\n" * 6,
+    "forced": CALL,
 }
 ASKED = [{"role": "user", "content": "hello"}]
 WEATHER = {"name": "weather", "description": "of <|im_end|> a city", "parameters": {"type": "object"}}
@@ -125,6 +126,26 @@ def test_one_call_at_a_time_and_none(client):
         assert choice.message.tool_calls is None
         assert "<tool_call>" in choice.message.content
         assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "choice", ["auto", "required", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_a_call_that_is_cut_at_max_tokens_is_a_beginning_of_it(client, choice):
+    whole = ask(client, "forced", tools=TOOLS).usage.completion_tokens
+    seen = set()
+    for most in (1, 2, *range(whole - 21, whole - 3, 5)):
+        fields = {"tools": TOOLS, "tool_choice": choice, "max_tokens": most}
+        answer = ask(client, "forced", **fields).choices[0]
+        chunks = streamed(client, "forced", **fields)
+        calls = [[call.function.name, call.function.arguments] for call in answer.message.tool_calls or []]
+        assert answer.finish_reason == chunks["reason"] == "length"
+        assert (answer.message.content or "") == chunks["content"] == ""
+        assert calls == [call[2:] for call in chunks["calls"]]
+        assert all(name == "weather" for name, _ in calls)
+        seen.add(calls[0][1] if calls else None)
+    assert None in seen
+    assert any(each and each.startswith('{"city') and not each.endswith("}") for each in seen)
 
 
 def test_a_conversation_with_calls_is_rendered_by_the_template(client):

@@ -82,6 +82,20 @@ def test_a_chat_calls_one_and_its_text_follows_the_grammar(client):
     assert longer.usage.prompt_tokens > answer.usage.prompt_tokens + len(call.custom.input) / 4
 
 
+def test_the_text_of_a_call_that_is_cut_is_a_beginning(client):
+    fields = {"tools": [CHAT_TOOL], "tool_choice": {"type": "custom", "custom": {"name": "run"}}}
+    answer, seen = chat(client, **fields), set()
+    (whole,) = answer.choices[0].message.tool_calls
+    size = answer.usage.completion_tokens
+    for most in range(1, size - 1, size // 8):
+        choice = chat(client, max_tokens=most, **fields).choices[0]
+        assert choice.finish_reason == "length"
+        assert not choice.message.content
+        seen |= {call.custom.input for call in choice.message.tool_calls or ()}
+    assert len(seen) > 1
+    assert all(whole.custom.input.startswith(each) for each in seen)
+
+
 def test_a_response_calls_one_in_a_namespace(client):
     choice = {"type": "custom", "name": "run", "namespace": "box"}
     answer = respond(client, tools=[SPACE], tool_choice=choice)

@@ -95,6 +95,26 @@ def test_whole_and_streamed_are_the_same_response(client, model, fields, items, 
     assert text == response.output_text
 
 
+def test_a_call_that_is_cut_is_an_incomplete_item(client):
+    whole = client.responses.create(model="caller", input="hello", tools=TOOLS).usage.output_tokens
+    seen = []
+    for most in range(whole - 25, whole - 3, 7):
+        fields = {"model": "caller", "input": "hello", "tools": TOOLS, "max_output_tokens": most}
+        response = client.responses.create(**fields)
+        *_, last = client.responses.create(stream=True, **fields)
+        calls, again = (
+            [(item.status, item.name, item.arguments) for item in each.output if item.type == "function_call"]
+            for each in (response, last.response)
+        )
+        assert response.status == last.response.status == "incomplete"
+        assert calls == again
+        assert "<tool_call>" not in response.output_text
+        assert calls[0] == ("completed", "weather", '{"city": "Köln"}')
+        seen += calls[1:]
+    assert {status for status, _, _ in seen} == {"incomplete"}
+    assert any(arguments.startswith('{"city') and arguments[-1] != "}" for _, _, arguments in seen)
+
+
 def test_a_conversation_goes_on_with_its_items(client):
     first = client.responses.create(model="caller", input="hello", tools=TOOLS)
     calls = [item.call_id for item in first.output if item.type == "function_call"]

@@ -253,6 +253,7 @@ async function converse(made, asked, offered, redraw) {
     }
     const calls = seen.calls.filter(Boolean);
     if (!calls.length) return;
+    if (seen.reason === "length") throw new Error("The answer reached its token limit within a tool call, so no tool was run. Ask for less at once, or load the model with a larger context.");
     if (made.rounds.length >= MOST_ROUNDS) throw new Error(`The model called tools ${MOST_ROUNDS} times without an answer. Ask it to continue.`);
     for (const call of calls) {
       const target = offered.names.get(call.name);
