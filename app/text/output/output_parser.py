@@ -1,7 +1,7 @@
 """Incremental output parser: splits a streamed chat answer into reasoning, text and tool calls.
 
-The parts do not depend on where the pieces were cut. Text that is no call stays text: nothing is lost. Of a call
-within which the answer reached its longest length, the arguments so far are returned.
+The parts do not depend on where the pieces were cut. Text that is no call stays text: nothing is lost. A call
+that the answer's longest length cuts off is returned with the arguments so far.
 """
 
 import contextlib
