@@ -167,8 +167,10 @@ class CallGrammars:
         """Add the rule of a string without quotes, and of the text after it."""
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list) and values:
-            texts = " | ".join(quote(each) for each in values if isinstance(each, str) and each)
-            return f"({texts or quote('')}) {self.text(end)}"
+            texts = [each for each in values if isinstance(each, str)]
+            if None in values and "null" in schema_types(schema):
+                texts.append("null")
+            return f"({' | '.join(map(quote, texts or ['']))}) {self.text(end)}"
         low, high = schema.get("minLength"), schema.get("maxLength")
         low = low if isinstance(low, int) and low >= 0 else 0
         most = str(high) if isinstance(high, int) and high >= low else ""
@@ -187,10 +189,13 @@ class CallGrammars:
         """Add the rules of a value in Gemma's notation. Returns what stands for it."""
         schema = resolve(schema, root)
         types = schema_types(schema)
-        mark = self.text(self.syntax.quote)
         values = schema.get("enum")
-        if isinstance(values, list) and values and types <= {"string"}:
-            return f"{mark} ({' | '.join(quote(str(each)) for each in values if each)}) {mark}"
+        if (
+            isinstance(values, list)
+            and types <= {"string", "null"}
+            and (choice := self._gemma_choice(values))
+        ):
+            return choice
         if len(types) != 1 or depth > _MOST_DEPTH:
             return self._any_gemma()
         match next(iter(types)):
@@ -209,6 +214,15 @@ class CallGrammars:
                 inner = self._members(f"{rule}o", schema, pair, ",", None)
                 return f'"{{" {inner} "}}"'
         return self._any_gemma()
+
+    def _gemma_choice(self, values: list[Any]) -> str:
+        """Return the expression of one of these values; empty where one is an object or a list."""
+        if any(isinstance(each, dict | list) for each in values):
+            return ""
+        mark, texts = self.text(self.syntax.quote), [each for each in values if isinstance(each, str)]
+        strings = [f"{mark} ({' | '.join(map(quote, texts))}) {mark}"] if texts else []
+        others = [quote(json.dumps(each)) for each in values if not isinstance(each, str)]
+        return f"({' | '.join([*strings, *others])})" if others else "".join(strings)
 
     def _gemma_text(self) -> str:
         token = self.special(self.syntax.quote)

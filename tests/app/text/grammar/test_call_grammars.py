@@ -1,5 +1,6 @@
 """Grammars of answers that may be words or calls, in each output format."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -184,3 +185,39 @@ def test_after_the_opening_mark_the_schema_is_followed(name):
     assert rest != EXAMPLES[name]
     assert accepts(made, rest)
     assert not accepts(made, rest.replace("3", '"three"'))
+
+
+CHOICES = {
+    "type": "object",
+    "properties": {
+        "unit": {"enum": ["", "C"]},
+        "empty": {"enum": [""]},
+        "place": {"type": ["string", "null"], "enum": ["home", None]},
+    },
+    "required": ["unit", "empty", "place"],
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "gemma4", "functiongemma"])
+def test_every_value_of_an_enum_can_be_said(name):
+    tools = [{"type": "function", "function": {"name": "get_it", "parameters": CHOICES}}]
+    made = grammars(None, calls(TEXT, FORMATS[name].tools, tools, {}, several=False))
+    for unit, place in itertools.product(["", "C"], ["home", None]):
+        values = {"unit": unit, "empty": "", "place": place}
+        answer = write(name, values)
+        assert accepts(made, answer), answer
+        (call,) = OutputParser(FORMATS[name], "no", {"get_it": CHOICES}).push(answer).calls
+        assert json.loads(call.arguments) == values
+    for bad in ({"unit": "F"}, {"empty": "C"}, {"place": "away"}, {"place": 1}):
+        assert not accepts(made, write(name, {"unit": "", "empty": "", "place": None} | bad)), bad
+
+
+@pytest.mark.parametrize("name", ["gemma4", "functiongemma"])
+def test_values_of_several_types_in_an_enum(name):
+    schema = {"type": "object", "properties": {"size": {"enum": [1, "auto", True]}}, "required": ["size"]}
+    tools = [{"type": "function", "function": {"name": "get_it", "parameters": schema}}]
+    made = grammars(None, calls(TEXT, FORMATS[name].tools, tools, {}, several=False))
+    for value in (1, "auto", True):
+        assert accepts(made, write(name, {"size": value})), value
+    for value in ("1", "one", 2, False):
+        assert not accepts(made, write(name, {"size": value})), value
