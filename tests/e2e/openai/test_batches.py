@@ -122,6 +122,7 @@ def test_files_are_listed_read_and_deleted(client):
     output = client.files.retrieve(done.output_file_id)
     assert output.purpose == "batch_output"
     assert output.bytes == len(client.files.content(output.id).read())
+    assert output in list(client.files.list())
     listed = [each.id for each in client.files.list()]
     assert {file.id, output.id} <= set(listed)
     assert listed == [each.id for each in client.files.list(limit=1)]  # page after page
