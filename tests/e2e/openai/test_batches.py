@@ -154,13 +154,15 @@ def test_batches_are_listed_newest_first(client):
 
 
 def test_what_has_no_answer_yet_can_be_cancelled(client):
-    batch = begin(client, [line("a", HELLO | {"model": "held"}), line("b", HELLO | {"model": "held"})])
+    batch = begin(client, [line('ä"\x01', HELLO | {"model": "held"}), line("b", HELLO | {"model": "held"})])
     assert batch.status == "in_progress"
     assert client.batches.cancel(batch.id).status == "cancelled"
     done = client.batches.retrieve(batch.id)
     assert done.output_file_id is None
     assert done.cancelled_at is not None
     told = content(client, done.error_file_id)
+    size = len(client.files.content(done.error_file_id).read())
+    assert client.files.retrieve(done.error_file_id).bytes == size
     assert {each["error"]["code"] for each in told.values()} == {"batch_cancelled"}
     assert all(each["response"] is None for each in told.values())
     with pytest.raises(openai.ConflictError):
