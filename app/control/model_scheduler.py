@@ -108,7 +108,7 @@ class ModelScheduler:
         if alias is not None and alias.adapter and real == name:
             raise ApiError(
                 404,
-                f"The base of the adapter {name!r} is not on this machine; llmbox lora list names it.",
+                f"The base of the adapter {name!r} is not on this machine; llmbox lora ls names it.",
                 code="model_not_found",
                 param="model",
             )
@@ -189,7 +189,7 @@ class ModelScheduler:
     async def _load(self, ref: ModelRef) -> LoadedModel:
         settings = self._deps.settings()
         model = await self._load_config(ModelRequest(ref).config(settings.model))
-        self.keep(model, ttl=settings.memory.ttl or None)
+        await self.keep(model, ttl=settings.memory.ttl or None)
         return model
 
     async def _bring_back(self, evicted: EvictedModel) -> LoadedModel:
@@ -197,7 +197,7 @@ class ModelScheduler:
         model = await self._load_config(evicted.config)
         model.on_request = False
         model.aliases |= {alias for alias in evicted.aliases if not self._engines.knows(alias)}
-        self.keep(model, ttl=evicted.ttl)
+        await self.keep(model, ttl=evicted.ttl)
         return model
 
     async def _load_config(self, config: EngineConfig) -> LoadedModel:
@@ -220,14 +220,14 @@ class ModelScheduler:
 
     # ------------------------------------------------------------------ time to live, admission, eviction
 
-    def keep(self, model: LoadedModel, *, ttl: float | None) -> None:
+    async def keep(self, model: LoadedModel, *, ttl: float | None) -> None:
         """Set the time to live of a model that was just loaded."""
         model.ttl = model.lasting_ttl = ttl
         self.evicted.forget(model.name)
         self.failed.forget(model.name)
-        if self._deps.loads_file is not None:
-            note_load(self._deps.loads_file, model)
         self._arm()
+        if self._deps.loads_file is not None:
+            await asyncio.to_thread(note_load, self._deps.loads_file, model)
 
     def pin(self, name: str, *, pinned: bool) -> LoadedModel:
         """Pin or unpin a model. A pinned model is neither evicted nor expired. Raises ApiError 404."""

@@ -295,7 +295,7 @@ class World:
         if scenario.weather != "models":
             for name in self.setups:
                 model = await self.engines.load(self.config(name))
-                self.residency.keep(model, ttl=scenario.ttl)
+                await self.residency.keep(model, ttl=scenario.ttl)
         self.note("ready")
         self.start = self.loop.time()
         clients = [asyncio.create_task(self.clients.ask(request)) for request in scenario.requests]
