@@ -36,6 +36,7 @@ from support.hub_models import model_files
 from support.tiny_models import tiny_config
 from support.tokenizers_zoo import byte_level, write_text_files
 
+MACHINE = Machine(Cpu("test", 1, 1, ()), Memory(0, 0, limited_by_cgroup=False), (), None)
 SIZE = 17_000
 HOST_BUDGET = 1000
 """Bytes of each fake model here: 1000 of weights and 1000 blocks of 16 tokens of a byte."""
@@ -61,8 +62,9 @@ class House:
             find=self.find,
             registry=self.registry,
             clock=lambda: self.now,
-            device=lambda _: self.device,
-            budgets=lambda _device, gb: self.budgets if gb is None else (int(gb * 1e9),),
+            machine=lambda: MACHINE,
+            device=lambda *_: self.device,
+            budgets=lambda _machine, _device, gb: self.budgets if gb is None else (int(gb * 1e9),),
             sizes=self.sizes,
         )
         self.residency = ModelScheduler(self.engines, self.events, world)
@@ -79,7 +81,7 @@ class House:
         return ModelRef(name, place, "hub") if place.is_dir() else None
 
     def sizes(
-        self, config: EngineConfig, budgets: tuple[int, ...], ours: Mapping[int, int]
+        self, config: EngineConfig, _machine: Machine, budgets: tuple[int, ...], ours: Mapping[int, int]
     ) -> MemoryNeed | None:
         need = self.need.get(config.name, SIZE)
         if need > 10**6:
