@@ -7,7 +7,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final
 
@@ -144,13 +144,19 @@ def with_nearest_choice(error: click.UsageError) -> click.UsageError:
 
 
 class CommandGroup(click.Group):
-    """A group of commands inside one, such as `config`."""
+    """A group of commands inside one, such as `config`. `earlier` maps names that commands had to those that
+    they have: they still work, and no help lists them.
+    """
 
     command_class = Command
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, earlier: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.params += location_options()
+        self._earlier = earlier or {}
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, self._earlier.get(cmd_name, cmd_name))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -180,7 +180,7 @@ class DaemonController:
             self.failure_codes[name] = failure.code
             return failure
         model.on_request = False
-        self.residency.keep(model, ttl=ttl)
+        await self.residency.keep(model, ttl=ttl)
         info = model.supervisor.info
         window = f", context {info.context_window} tokens" if info else ""
         log.info("%s is ready%s", name, window)

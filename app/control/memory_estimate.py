@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
@@ -103,10 +104,17 @@ def least_bytes(plan: MemoryPlan) -> int:
 LOADS = 10
 """Loads kept of each model."""
 MODELS = 200
+_NOTING = threading.Lock()
+"""Held from reading the file of loads until it is replaced, so that no record is lost to another thread."""
 
 
 def note_load(file: Path, model: LoadedModel) -> None:
-    """Record a load, once. A full disk loses the record, never the model."""
+    """Record a load, once. A full disk loses the record, never the model. May be called from any thread."""
+    with _NOTING:
+        _note_load(file, model)
+
+
+def _note_load(file: Path, model: LoadedModel) -> None:
     info = model.supervisor.info
     if info is None:
         return

@@ -19,19 +19,18 @@ from typing import Any
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DoesNotFit
-from llmbox.engine.hardware.machine import read_machine
+from llmbox.engine.hardware.machine import Machine, read_machine
 from llmbox.engine.planning.estimator import show_bytes
 
 from ..config.settings import Settings
+from ..engines import eviction
 from ..engines.admission import draining
 from ..engines.eviction import (
     HOST,
     AllocationFailure,
     Place,
     ResidentModel,
-    budgets,
     choose_placement,
-    device_of,
     expired,
     next_look,
 )
@@ -43,7 +42,8 @@ from ..models.catalog import ModelRef
 from ..models.load_request import ModelRequest
 from ..models.registry import Alias, Registry, full_name
 from ..util.formatting import hide_folders
-from .memory_estimate import MemoryNeed, note_load, sizes
+from . import memory_estimate
+from .memory_estimate import MemoryNeed, note_load
 from .model_tables import EvictedModel, EvictedModels, FailedLoads, ResidentModels, bytes_by_memory, no_room
 
 log = logging.getLogger("llmbox.daemon")
@@ -64,12 +64,11 @@ class SchedulerDeps:
     """Fetch a model that is not on disk, if requests may; raises ApiError while it is under way."""
     loads_file: Path | None = None
     clock: Callable[[], float] = time.monotonic
-    device: Callable[[str], Place] = lambda asked: device_of(read_machine(), asked)
-    budgets: Callable[[Place, float | None], tuple[int, ...]] = lambda device, gb: budgets(
-        read_machine(), device, gb
-    )
-    sizes: Callable[[EngineConfig, tuple[int, ...], Mapping[int, int]], MemoryNeed | None] = (
-        lambda config, budgets, ours: sizes(config, read_machine(), budgets, ours)
+    machine: Callable[[], Machine] = read_machine
+    device: Callable[[Machine, str], Place] = eviction.device_of
+    budgets: Callable[[Machine, Place, float | None], tuple[int, ...]] = eviction.budgets
+    sizes: Callable[[EngineConfig, Machine, tuple[int, ...], Mapping[int, int]], MemoryNeed | None] = (
+        memory_estimate.sizes
     )
     """Estimate the memory of a config, within the budget of each memory, given the bytes that our models hold
     there.
@@ -108,7 +107,7 @@ class ModelScheduler:
         if alias is not None and alias.adapter and real == name:
             raise ApiError(
                 404,
-                f"The base of the adapter {name!r} is not on this machine; llmbox lora list names it.",
+                f"The base of the adapter {name!r} is not on this machine; llmbox lora ls names it.",
                 code="model_not_found",
                 param="model",
             )
@@ -189,7 +188,7 @@ class ModelScheduler:
     async def _load(self, ref: ModelRef) -> LoadedModel:
         settings = self._deps.settings()
         model = await self._load_config(ModelRequest(ref).config(settings.model))
-        self.keep(model, ttl=settings.memory.ttl or None)
+        await self.keep(model, ttl=settings.memory.ttl or None)
         return model
 
     async def _bring_back(self, evicted: EvictedModel) -> LoadedModel:
@@ -197,7 +196,7 @@ class ModelScheduler:
         model = await self._load_config(evicted.config)
         model.on_request = False
         model.aliases |= {alias for alias in evicted.aliases if not self._engines.knows(alias)}
-        self.keep(model, ttl=evicted.ttl)
+        await self.keep(model, ttl=evicted.ttl)
         return model
 
     async def _load_config(self, config: EngineConfig) -> LoadedModel:
@@ -220,14 +219,14 @@ class ModelScheduler:
 
     # ------------------------------------------------------------------ time to live, admission, eviction
 
-    def keep(self, model: LoadedModel, *, ttl: float | None) -> None:
+    async def keep(self, model: LoadedModel, *, ttl: float | None) -> None:
         """Set the time to live of a model that was just loaded."""
         model.ttl = model.lasting_ttl = ttl
         self.evicted.forget(model.name)
         self.failed.forget(model.name)
-        if self._deps.loads_file is not None:
-            note_load(self._deps.loads_file, model)
         self._arm()
+        if self._deps.loads_file is not None:
+            await asyncio.to_thread(note_load, self._deps.loads_file, model)
 
     def pin(self, name: str, *, pinned: bool) -> LoadedModel:
         """Pin or unpin a model. A pinned model is neither evicted nor expired. Raises ApiError 404."""
@@ -279,12 +278,12 @@ class ModelScheduler:
         async with self._admitting:
             await self._engines.finish_unloads()  # what they hold would count as that of other programs
             config = await asyncio.to_thread(self._with_adapters, config)
-            device, have = await asyncio.to_thread(self._place, config)
+            machine, device, have = await asyncio.to_thread(self._place, config)
             ours: Counter[int] = Counter()
             for each in self.residents(device, but=config.name):
                 ours.update(each.takes)
             try:
-                size = await asyncio.to_thread(self._deps.sizes, config, have, ours)
+                size = await asyncio.to_thread(self._deps.sizes, config, machine, have, ours)
             except DoesNotFit as error:
                 raise ApiError(400, str(error), "does_not_fit") from error
             if size is None:
@@ -327,9 +326,10 @@ class ModelScheduler:
         here = {config.model_path, config.name}
         return replace(config, plans_adapters=bool(here & (bases | folders)))
 
-    def _place(self, config: EngineConfig) -> tuple[Place, tuple[int, ...]]:
-        device = self._deps.device(config.device)
-        return device, self._deps.budgets(device, self._deps.settings().memory.budget)
+    def _place(self, config: EngineConfig) -> tuple[Machine, Place, tuple[int, ...]]:
+        machine = self._deps.machine()
+        device = self._deps.device(machine, config.device)
+        return machine, device, self._deps.budgets(machine, device, self._deps.settings().memory.budget)
 
     def residents(self, device: str | None = None, *, but: str = "") -> list[ResidentModel]:
         """Models in memory, and those being loaded with the memory reserved for them."""

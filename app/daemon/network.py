@@ -23,7 +23,8 @@ import psutil
 
 from ..config.paths import Paths, expand_home
 from ..config.settings import ServerSettings
-from ..errors import CliError, Exit
+from ..errors import ApiError, CliError, Exit
+from ..http.server.errors import encode_error
 from ..http.server.sockets import BRIDGES, is_loopback
 from ..lifecycle.instance import RunningDaemon
 from ..util.atomic_file import write_whole
@@ -62,7 +63,7 @@ def open_tls(server: ServerSettings, paths: Paths) -> TlsIdentity | None:
         certificate, key = expand_home(Path(server.tls_certificate)), expand_home(Path(server.tls_key))
     else:
         certificate, key = self_made_certificate(paths.tls_dir, machine_names(server.host))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = _HttpsContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         context.load_cert_chain(certificate, key, password=_refuse_password)
@@ -74,6 +75,45 @@ def open_tls(server: ServerSettings, paths: Paths) -> TlsIdentity | None:
             Exit.USAGE,
         ) from error
     return TlsIdentity(context, str(certificate))
+
+
+class _Handshake(ssl.SSLObject):
+    """Handshake that answers a request in plain HTTP with 400. Its client would else see an empty reply."""
+
+    incoming: ssl.MemoryBIO
+    outgoing: ssl.MemoryBIO
+    is_plain_http = False
+
+    def do_handshake(self) -> None:
+        if not self.is_plain_http:
+            try:
+                super().do_handshake()
+            except ssl.SSLError as error:
+                if error.reason != "HTTP_REQUEST":
+                    raise
+                self.is_plain_http = True
+                self.outgoing.write(_plain_http_answer())
+            else:
+                return
+        self.incoming.read()  # the request's body, until its client closes: a reset would destroy the answer
+        raise ssl.SSLWantReadError
+
+
+class _HttpsContext(ssl.SSLContext):
+    sslobject_class = _Handshake
+
+    def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *args: Any, **kwargs: Any) -> Any:
+        wrapped = super().wrap_bio(incoming, outgoing, *args, **kwargs)
+        assert isinstance(wrapped, _Handshake)
+        wrapped.incoming, wrapped.outgoing = incoming, outgoing
+        return wrapped
+
+
+def _plain_http_answer() -> bytes:
+    text = "This port speaks HTTPS. Begin the address with https://."
+    body = encode_error(ApiError(400, text, "https_required"))
+    head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    return f"{head}\r\nconnection: close\r\n\r\n".encode() + body
 
 
 def machine_names(host: str) -> list[str]:

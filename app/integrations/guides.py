@@ -183,6 +183,17 @@ def _continue(at: Endpoint) -> dict[str, Any]:
     return {"name": "llmbox", "version": "0.0.1", "schema": "v1", "models": models}
 
 
+def _aider(at: Endpoint) -> dict[str, Any]:
+    # Of a model that its own table lacks it knows neither window nor costs, and warns at each start.
+    entries: dict[str, Any] = {}
+    for name in at.models:
+        entry: dict[str, Any] = {"input_cost_per_token": 0, "output_cost_per_token": 0}
+        if context := at.contexts.get(name):
+            entry |= {"max_input_tokens": context, "max_output_tokens": _longest_answer(context)}
+        entries[f"openai/{name}"] = {**entry, "litellm_provider": "openai", "mode": "chat"}
+    return entries
+
+
 GUIDES: dict[str, Guide] = {
     "openai": Guide(
         title="OpenAI's own libraries",
@@ -223,6 +234,8 @@ GUIDES: dict[str, Guide] = {
     ),
     "aider": Guide(
         title="aider",
+        file=lambda environ: _home(environ) / ".aider.model.metadata.json",
+        settings=_aider,
         environment=lambda at: {"OPENAI_API_BASE": at.url, "OPENAI_API_KEY": key_or_none(at)},
         run=lambda at: f"aider --model openai/{at.model}",
     ),

@@ -127,7 +127,7 @@ def remove_adapter(registry: Registry, name: str) -> None:
     """Forget an adapter and delete its copied files. Raises CliError (exit 4)."""
     alias = registry.read().aliases.get(name)
     if alias is None or not alias.adapter:
-        raise CliError(f"no adapter {name}", "it is not in the list", "llmbox lora list", Exit.NOT_FOUND)
+        raise CliError(f"no adapter {name}", "it is not in the list", "llmbox lora ls", Exit.NOT_FOUND)
     registry.remove_alias(name)
 
 
@@ -140,7 +140,7 @@ def find_adapter(registry: Registry, text: str) -> tuple[Path, str | None]:
     if os.path.isdir(folder):  # noqa: PTH112 - False for what cannot be a path, too
         return folder, None
     raise CliError(
-        f"no adapter {text}", "it is neither in the list nor a folder", "llmbox lora list", Exit.NOT_FOUND
+        f"no adapter {text}", "it is neither in the list nor a folder", "llmbox lora ls", Exit.NOT_FOUND
     )
 
 

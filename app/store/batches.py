@@ -129,6 +129,10 @@ class BatchStore:
     async def results(self, batch: int, after: int, limit: int) -> list[BatchResult]:
         return await self._log.ask(lambda engine: _sql().results(engine, batch, after, limit))
 
+    async def result_sizes(self, batch: int) -> list[tuple[BatchResult, int]]:
+        """Get all results without their answers, each with the bytes of its answer."""
+        return await self._log.ask(lambda engine: _sql().result_sizes(engine, batch))
+
     async def delete(self, kind: BatchKind, owner: str, id_: str) -> bool:
         """Delete a batch and overwrite its bytes. Returns False if there is no such batch."""
         return await self._log.ask(lambda engine: _sql().delete(engine, kind, owner, id_))

@@ -6,6 +6,7 @@ erased when its contents would have expired.
 
 import logging
 import sqlite3
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from .record import StoreError
 log = logging.getLogger(__name__)
 
 _BUSY_MS = 5000
+_MIGRATING = threading.Lock()
+"""Held while migrations run: their `alembic.op` is one for the process, whatever the database."""
 SIDES = ("", "-wal", "-shm")
 """Suffixes that SQLite adds to the database's name for its files."""
 
@@ -106,7 +109,7 @@ def upgrade(engine: Engine, target: str = "head") -> None:
     def steps(revision: Any, _: Any) -> Any:
         return scripts._upgrade_revs(target, revision)  # noqa: SLF001 - as alembic.command does
 
-    with engine.begin() as connection:
+    with _MIGRATING, engine.begin() as connection:
         known = {script.revision for script in scripts.walk_revisions()}
         _refuse_newer(MigrationContext.configure(connection).get_current_revision(), known)
         environment = EnvironmentContext(Config(), scripts)

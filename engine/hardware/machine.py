@@ -148,6 +148,7 @@ def _core_of(cpu: int) -> tuple[str, str]:
         return "", str(cpu)
 
 
+@cache
 def _cpuinfo() -> tuple[str, tuple[str, ...]]:
     facts: dict[str, str] = {}
     try:

@@ -169,7 +169,7 @@ def test_settings_keys_and_names(box: InstalledBox, models: Path):
     box.run("alias", "set", "poet", "builtin", "temperature=0.5")
     assert "poet" in box.run("alias", "ls").out
     box.run("alias", "rm", "poet")
-    assert box.json("lora", "list")["adapters"] == []
+    assert box.json("lora", "ls")["adapters"] == []
     box.run("lora", "add", "none", models, "--base", "builtin", code=1)
     box.run("lora", "rm", "none", code=4)
     box.run("fit", "builtin", "--lora", models / "adapter")

@@ -54,6 +54,7 @@ from llmbox.app.text.output.output_formats import OutputFormat
 from llmbox.app.text.tokenizer.text_encoder import SpecialTokenMarkers
 from llmbox.app.util.threads import off_loop
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.hardware import machine as hardware
 from llmbox.engine.ipc import channel, client
 from llmbox.engine.ipc import spawn as spawn_module
 from llmbox.engine.ipc.messages import AbortRequest
@@ -80,6 +81,9 @@ from .scenario import MODEL_BYTES, MachineEvent, Scenario
 from .threads import queue_of, threading_of
 from .virtual_loop import VirtualClock, VirtualLoop
 
+HARDWARE = hardware.Machine(
+    hardware.Cpu("test", 1, 1, ()), hardware.Memory(0, 0, limited_by_cgroup=False), (), None
+)
 PATIENCE = 40_000.0
 """Virtual seconds within which everything must have ended."""
 
@@ -177,7 +181,8 @@ class World:
             find=lambda name: ModelRef(name, folder() / name, "hub") if name in self.setups else None,
             registry=Registry(folder() / "models.json"),
             clock=self.loop.time,
-            device=lambda _: "cpu",
+            machine=lambda: HARDWARE,
+            device=lambda *_: "cpu",
             budgets=lambda *_: (scenario.memory,),
             sizes=lambda *_: MemoryNeed(
                 "cpu",
@@ -295,7 +300,7 @@ class World:
         if scenario.weather != "models":
             for name in self.setups:
                 model = await self.engines.load(self.config(name))
-                self.residency.keep(model, ttl=scenario.ttl)
+                await self.residency.keep(model, ttl=scenario.ttl)
         self.note("ready")
         self.start = self.loop.time()
         clients = [asyncio.create_task(self.clients.ask(request)) for request in scenario.requests]

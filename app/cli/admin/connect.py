@@ -193,10 +193,14 @@ def _print(program: Program, guide: Guide, at: Endpoint, *, quiet: bool) -> None
         if not quiet:
             output.say(f"In {guide.file(program.environ)} (--write merges it there):")
         output.write(as_text(guide, guide.settings(at)).rstrip("\n"))
-    for name, value in {**guide.environment(at), **at.trust}.items():
-        output.write(f'export {name}="{value}"')
+    for line in _exports(guide, at):
+        output.write(line)
     if not quiet:
         _hint(guide, at)
+
+
+def _exports(guide: Guide, at: Endpoint) -> list[str]:
+    return [f'export {name}="{value}"' for name, value in {**guide.environment(at), **at.trust}.items()]
 
 
 def _hint(guide: Guide, at: Endpoint) -> None:
@@ -220,6 +224,8 @@ def _write(program: Program, client: str, guide: Guide, at: Endpoint, *, as_json
     if as_json:
         output.write_json("connect", {**_as_dict(program, client, guide, at), **result})
         return
+    for line in _exports(guide, at):
+        output.say(line)
     _hint(guide, at)
 
 

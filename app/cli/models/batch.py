@@ -37,6 +37,7 @@ BUSY: Final = (429, 503)
 MOST_TRIES: Final = 8
 LONGEST_PAUSE: Final = 30.0
 """Seconds between two tries, at most."""
+LONGEST_ID: Final = 512
 CTRL_C_SECONDS: Final = 0.5
 """Longest time until a Ctrl-C is seen."""
 
@@ -115,13 +116,16 @@ def _parse(number: int, text: str, model: str | None) -> BatchLine:
         raise _bad(number, f"it is not JSON ({error})") from None
     if not isinstance(data, dict):
         raise _bad(number, "it is not a JSON object")
+    custom_id = data.pop("custom_id", str(number))
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= LONGEST_ID:
+        raise _bad(number, f"'custom_id' must be a text of 1 to {LONGEST_ID} characters")
     if "body" in data:
-        custom_id, path, body = str(data.get("custom_id", number)), data.get("url"), data["body"]
+        path, body = data.get("url"), data["body"]
         if path not in ROUTES or not isinstance(body, dict):
             raise _bad(number, f"'url' must be one of {', '.join(ROUTES)}, and 'body' an object")
     else:
         path = next((route for name, route in ROUTE_OF_FIELD.items() if name in data), None)
-        custom_id, body = str(data.pop("custom_id", number)), data
+        body = data
         if path is None:
             raise _bad(number, f"it has none of {', '.join(ROUTE_OF_FIELD)}")
     body = {"model": model, **body, "stream": False} if model else {**body, "stream": False}

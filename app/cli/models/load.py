@@ -150,7 +150,7 @@ def unload(program: Program, model: str | None, *, every: bool) -> None:
         output.say(f"{name} is unloaded.")
 
 
-@click.group(cls=CommandGroup)
+@click.group(cls=CommandGroup, earlier={"list": "ls"})
 def lora() -> None:
     """Manage LoRA adapters of models."""
 
@@ -211,7 +211,7 @@ def _fetched(program: Program, name: str, source: str, base: str | None) -> Path
         line.close()
 
 
-@lora.command("list")
+@lora.command("ls")
 @json_option
 @click.option("-q", "--quiet", is_flag=True, help="Print names only.")
 @pass_program

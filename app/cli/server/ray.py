@@ -24,7 +24,7 @@ _timeout = click.option(
 )
 
 
-@click.group(cls=CommandGroup)
+@click.group(cls=CommandGroup, earlier={"delete": "rm"})
 def ray() -> None:
     """Run replicas of a model under Ray Serve."""
 
@@ -128,12 +128,12 @@ def status(_program: Program, /, address: str, timeout: float, *, as_json: bool)
     return Exit.OK
 
 
-@ray.command("delete")
+@ray.command("rm")
 @_name
 @_address
 @_timeout
 @pass_program
-def delete(_program: Program, /, name: str, address: str, timeout: float) -> int:
+def rm(_program: Program, /, name: str, address: str, timeout: float) -> int:
     """Delete an application; its open requests end."""
     own = _import_deploy()
     own.connect(address, timeout)

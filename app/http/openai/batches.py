@@ -14,6 +14,7 @@ from ...config.settings import LimitSettings
 from ...errors import ApiError
 from ...services import Services
 from ...store.batches import Batch, BatchItem, BatchKind, BatchPage, BatchResult
+from ...util.threads import off_loop
 from ..auth.guard import Access, services_and_owner
 from ..server import request as strict_json
 from ..server.request import StrictRequest
@@ -23,6 +24,8 @@ _PATH = "/v1/batches"
 MOST_REQUESTS = 50_000
 """OpenAI's limit."""
 _READ_AT_ONCE = 64
+_LINE = 100
+"""Characters of a line beside its answer."""
 _UNANSWERED = {
     "expired": ("batch_expired", "This request was not answered before the batch's time was over."),
     "cancelled": ("batch_cancelled", "The batch was cancelled before this request was answered."),
@@ -233,6 +236,14 @@ async def output_lines(services: Services, batch: Batch, kind: OutputKind) -> As
         if wanted:
             yield b"".join(map(_line, wanted))
         after = found[-1].seq
+
+
+async def output_size(services: Services, batch: Batch, kind: OutputKind) -> int:
+    """Return the bytes of the file that `output_lines` streams. The answers themselves are not read."""
+    found = await services.batches.store.result_sizes(batch.seq)
+    wanted = [each for each in found if (each[0].http_status == 200) == (kind == "output")]
+    # An answer stands in its line as it is.
+    return await off_loop(_LINE * len(wanted), lambda: sum(len(_line(r)) + n for r, n in wanted))
 
 
 def _line(result: BatchResult) -> bytes:

@@ -18,7 +18,7 @@ from ...store.batches import Batch, BatchPage
 from ...store.files import StoredFile
 from ..auth.guard import Access, services_and_owner
 from ..server.request import StrictRequest
-from .batches import OutputKind, find_output, has_output, output_id, output_lines
+from .batches import OutputKind, find_output, has_output, output_id, output_lines, output_size
 from .sampling import invalid
 from .stored import DeletedObject, Order
 
@@ -180,7 +180,7 @@ async def _outputs(services: Services, owner: str) -> list[FileObject]:
 async def _describe_output(services: Services, batch: Batch, kind: OutputKind) -> FileObject:
     id_ = output_id(batch, kind)
     if id_ not in _SIZES:
-        _SIZES[id_] = sum([len(lines) async for lines in output_lines(services, batch, kind)])
+        _SIZES[id_] = await output_size(services, batch, kind)
         if len(_SIZES) > _MOST_SIZES:
             _SIZES.popitem(last=False)
     return FileObject(

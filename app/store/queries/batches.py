@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Engine, and_, func, insert, select
@@ -121,17 +121,28 @@ def results(engine: Engine, batch: int, after: int, limit: int) -> list[BatchRes
         .limit(limit)
     )
     with Session(engine) as session:
-        return [
-            BatchResult(
-                custom_id=row.custom_id,
-                seq=row.seq or 0,
-                status=msgspec.convert(row.status, Literal["done", "cancelled", "expired"]),
-                http_status=row.http_status,
-                request_id=row.request_id,
-                answer=row.answer.encode(),
-            )
-            for row in session.scalars(statement)
-        ]
+        return [_result(row, row.answer) for row in session.scalars(statement)]
+
+
+def result_sizes(engine: Engine, batch: int) -> list[tuple[BatchResult, int]]:
+    """Results without their answers, each with the bytes of its answer."""
+    names = ("seq", "custom_id", "status", "http_status", "request_id", "size")
+    statement = select(*(col(getattr(BatchItemRow, name)) for name in names)).where(
+        col(BatchItemRow.batch) == batch, col(BatchItemRow.status) != "pending"
+    )
+    with engine.connect() as connection:
+        return [(_result(row, ""), row.size) for row in connection.execute(statement)]
+
+
+def _result(row: Any, answer: str) -> BatchResult:
+    return BatchResult(
+        custom_id=row.custom_id,
+        seq=row.seq or 0,
+        status=msgspec.convert(row.status, Literal["done", "cancelled", "expired"]),
+        http_status=row.http_status,
+        request_id=row.request_id,
+        answer=answer.encode(),
+    )
 
 
 def delete(engine: Engine, kind: BatchKind, owner: str, id_: str) -> bool:

@@ -1,5 +1,6 @@
 """Predicted against measured memory of loads: kept, bounded, never in the way."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,6 +31,14 @@ def test_the_last_loads_of_each_model(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in "bc":
         note_load(file, loaded(name, 1))
     assert list(read_loads(file)) == ["b", "c"]
+
+
+def test_loads_noted_in_several_threads_at_once_are_all_kept(tmp_path: Path):
+    file = tmp_path / "loads.json"
+    names = [f"m{number}" for number in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: note_load(file, loaded(name, 1)), names))
+    assert sorted(read_loads(file)) == sorted(names)
 
 
 def test_broken_files_and_full_disks_cost_the_rows_only(tmp_path: Path):

@@ -36,6 +36,7 @@ from support.hub_models import model_files
 from support.tiny_models import tiny_config
 from support.tokenizers_zoo import byte_level, write_text_files
 
+MACHINE = Machine(Cpu("test", 1, 1, ()), Memory(0, 0, limited_by_cgroup=False), (), None)
 SIZE = 17_000
 HOST_BUDGET = 1000
 """Bytes of each fake model here: 1000 of weights and 1000 blocks of 16 tokens of a byte."""
@@ -61,8 +62,9 @@ class House:
             find=self.find,
             registry=self.registry,
             clock=lambda: self.now,
-            device=lambda _: self.device,
-            budgets=lambda _device, gb: self.budgets if gb is None else (int(gb * 1e9),),
+            machine=lambda: MACHINE,
+            device=lambda *_: self.device,
+            budgets=lambda _machine, _device, gb: self.budgets if gb is None else (int(gb * 1e9),),
             sizes=self.sizes,
         )
         self.residency = ModelScheduler(self.engines, self.events, world)
@@ -79,7 +81,7 @@ class House:
         return ModelRef(name, place, "hub") if place.is_dir() else None
 
     def sizes(
-        self, config: EngineConfig, budgets: tuple[int, ...], ours: Mapping[int, int]
+        self, config: EngineConfig, _machine: Machine, budgets: tuple[int, ...], ours: Mapping[int, int]
     ) -> MemoryNeed | None:
         need = self.need.get(config.name, SIZE)
         if need > 10**6:
@@ -355,7 +357,7 @@ async def test_loading_on_request_can_be_switched_off(tmp_path: Path):
 
 async def test_a_request_does_not_evict_what_the_owner_loaded(tmp_path: Path):
     async with opened(tmp_path) as house:
-        house.residency.keep(await house.engines.load(house.config("a")), ttl=None)
+        await house.residency.keep(await house.engines.load(house.config("a")), ttl=None)
         await house.ask("b")
         await house.ask("c")
         assert house.names == ["a", "c"], "the request's own leave, however old the owner's is"
@@ -376,7 +378,7 @@ async def test_the_owners_model_comes_back_as_it_was(tmp_path: Path):
     async with opened(tmp_path) as house:
         place = house.model("elsewhere")
         config = EngineConfig(model_path=str(place), name="mine", max_running=3)
-        house.residency.keep(await house.engines.load(config, alias="my"), ttl=50.0)
+        await house.residency.keep(await house.engines.load(config, alias="my"), ttl=50.0)
         house.now += 51
         house.residency.expire()
         await until(lambda: house.told("model.evicted"))
@@ -392,7 +394,7 @@ async def test_the_owners_model_comes_back_as_it_was(tmp_path: Path):
 async def test_a_release_while_busy_ends_one_load_and_not_those_after_it(tmp_path: Path, ttl: float | None):
     async with opened(tmp_path) as house:
         model = await house.engines.load(house.config("a"))
-        house.residency.keep(model, ttl=ttl)
+        await house.residency.keep(model, ttl=ttl)
         go = asyncio.Event()
         using = asyncio.create_task(guest(house, go))
         await until(lambda: model.busy)
@@ -412,14 +414,14 @@ async def test_an_evicted_model_says_why_where_requests_load_nothing(tmp_path: P
     async with opened(tmp_path) as house:
         house.settings = replace(house.settings, memory=MemorySettings(load_on_request=False))
         for name in "abc":
-            house.residency.keep(await house.engines.load(house.config(name)), ttl=None)
+            await house.residency.keep(await house.engines.load(house.config(name)), ttl=None)
             house.now += 1
         with pytest.raises(ApiError) as refused:
             await house.residency.find("a")
         assert (refused.value.status, refused.value.code) == (503, "model_evicted")
         assert "a was evicted to make room for c" in refused.value.message
         await house.engines.unload("b")
-        house.residency.keep(await house.engines.load(house.config("a")), ttl=None)
+        await house.residency.keep(await house.engines.load(house.config("a")), ttl=None)
         assert (await house.residency.find("a")).name == "a"
 
 
@@ -427,7 +429,7 @@ async def test_an_evicted_model_whose_files_are_gone_is_gone(tmp_path: Path):
     async with opened(tmp_path) as house:
         place = house.model("elsewhere")
         config = EngineConfig(model_path=str(place), name="mine")
-        house.residency.keep(await house.engines.load(config), ttl=1.0)
+        await house.residency.keep(await house.engines.load(config), ttl=1.0)
         house.now += 2
         house.residency.expire()
         await until(lambda: house.told("model.evicted"))
@@ -444,7 +446,7 @@ async def test_idle_models_leave_in_time(tmp_path: Path):
         await house.ask("b")
         house.residency.pin("b", pinned=True)
         explicit = await house.engines.load(EngineConfig(model_path=str(house.folder / "models/c"), name="c"))
-        house.residency.keep(explicit, ttl=None)
+        await house.residency.keep(explicit, ttl=None)
         house.now += 58
         house.residency.expire()
         assert house.names == ["a", "b", "c"]
@@ -454,7 +456,7 @@ async def test_idle_models_leave_in_time(tmp_path: Path):
         assert house.names == ["b", "c"]
         assert house.told("model.evicted")[0]["reason"] == "after 60 s without requests"
         house.residency.pin("b", pinned=False)
-        house.residency.keep(house.engines.get("c"), ttl=1.0)
+        await house.residency.keep(house.engines.get("c"), ttl=1.0)
         await asyncio.sleep(0)
         assert house.residency._timer is not None
 
@@ -465,7 +467,7 @@ async def test_the_timer_itself(tmp_path: Path):
         model = house.engines.find("a")
         assert model is not None
         house.now = model.idle_since + 5
-        house.residency.keep(model, ttl=5.0)
+        await house.residency.keep(model, ttl=5.0)
         async with asyncio.timeout(90):
             while house.names:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -678,7 +680,7 @@ async def test_an_alias_of_a_folder_brings_back_the_model_that_the_owner_loaded_
     async with opened(tmp_path) as house:
         folder = house.model("a")
         model = await house.engines.load(replace(house.config("a"), name="served"))
-        house.residency.keep(model, ttl=None)
+        await house.residency.keep(model, ttl=None)
         house.residency.evicted.add(model, "to make room")
         await house.engines.unload("served")
         house.registry.set_alias("poet", Alias(str(folder)))

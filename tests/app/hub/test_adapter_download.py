@@ -125,7 +125,7 @@ def test_an_adapter_of_the_hub_is_added(call: Call, hub: StubHub, monkeypatch: p
     assert added.code == 0, added.err
     assert '"base": "builtin"' in added.out
     assert call("lora", "add", "pirate", NAME, "--base", "builtin").code == Exit.CONFLICT
-    assert call("lora", "list", "-q").out == "pirate\n"
+    assert call("lora", "ls", "-q").out == "pirate\n"
 
 
 def test_a_folder_of_the_client_goes_before_a_name_of_the_hub_and_none_of_the_daemon(

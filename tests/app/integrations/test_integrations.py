@@ -37,12 +37,32 @@ def at(*, needs_key: bool = False) -> Endpoint:
 
 
 def test_what_a_client_needs_is_printed_on_stdout_alone(call: Call):
-    done = call("connect", "aider", client=daemon())
+    done = call("connect", "openwebui", client=daemon())
     assert done.code == 0
     assert done.out == (
-        'export OPENAI_API_BASE="http://127.0.0.1:7411/v1"\nexport OPENAI_API_KEY="none-needed"\n'
+        'export OPENAI_API_BASE_URL="http://127.0.0.1:7411/v1"\nexport OPENAI_API_KEY="none-needed"\n'
     )
+    assert "start open-webui" in done.err
+
+
+def test_aider_is_told_windows_and_costs_beside_what_its_file_has(call: Call, home: Path):
+    file = home / ".aider.model.metadata.json"
+    others = {"openai/qwen": {"max_input_tokens": 1, "supports_vision": True}, "x/y": {"mode": "chat"}}
+    file.write_text(json.dumps(others))
+    done = call("connect", "aider", "--write", client=daemon())
+    assert done.code == 0, done.err
     assert "aider --model openai/qwen" in done.err
+    assert 'OPENAI_API_BASE="http://127.0.0.1:7411/v1"' in done.err, "the file names no address"
+    free = {"input_cost_per_token": 0, "output_cost_per_token": 0}
+    kind = {"litellm_provider": "openai", "mode": "chat"}
+    window = {"max_input_tokens": 32768, "max_output_tokens": 8192, "supports_vision": True}
+    assert json.loads(file.read_text()) == {
+        "openai/qwen": free | kind | window,
+        "openai/org/other": free | kind,
+        "x/y": {"mode": "chat"},
+    }
+    (backup,) = home.glob(".aider*before-llmbox*")
+    assert json.loads(backup.read_text()) == others
 
 
 def test_coding_agents_are_told_what_model_they_need(call: Call):
@@ -80,7 +100,7 @@ def test_an_assistant_that_is_no_client_is_shown_its_command(call: Call):
 def test_unknown_clients_models_and_writes_without_a_file(call: Call):
     assert call("connect", "emacs", client=daemon()).code == Exit.USAGE
     assert call("connect", "aider", "--model", "x", client=daemon()).code == Exit.NOT_FOUND
-    assert call("connect", "aider", "--write", client=daemon()).code == Exit.USAGE
+    assert call("connect", "openwebui", "--write", client=daemon()).code == Exit.USAGE
     assert call("connect", "--write").code == Exit.USAGE
     assert call("connect", "aider").code == Exit.UNREACHABLE
 
@@ -132,7 +152,7 @@ def test_toml_keeps_comments_and_tables_of_others(tmp_path: Path):
     assert read["model_providers"]["llmbox"]["env_key"] == "LLMBOX_API_KEY"
 
 
-@pytest.mark.parametrize("name", ["opencode", "pi", "qwen", "continue"])
+@pytest.mark.parametrize("name", ["opencode", "pi", "qwen", "continue", "aider"])
 def test_an_agent_is_told_of_windows_and_of_answers_that_fit_them(name: str):
     """An agent that does not know them requests 32,000 tokens of output of a window of 4,096."""
     settings = GUIDES[name].settings

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,15 @@ def test_upgrade_keeps_rows(tmp_path, revision):
     engine.dispose()
     with open_database(path).connect() as connection:
         assert connection.execute(text("SELECT id FROM request")).all() == [("r",)]
+
+
+def test_files_are_migrated_in_several_threads_at_once(tmp_path):
+    """As where one daemon of a process opens its log while another still opens its own."""
+    paths = [tmp_path / f"{name}.db" for name in "abcd"]
+    with ThreadPoolExecutor(len(paths)) as pool:
+        first, *others = [columns(engine) for engine in pool.map(open_database, paths)]
+    assert first
+    assert others == [first] * len(others)
 
 
 def test_a_migration_that_fails_leaves_nothing(tmp_path, monkeypatch):

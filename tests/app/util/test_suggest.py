@@ -1,6 +1,7 @@
 """A word that is not known is answered with the nearest that is."""
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ def test_the_nearest_is_named(called, words, meant):
     assert code in {Exit.USAGE, Exit.NOT_FOUND}
     assert meant in told
     assert "tarting" not in told, "no daemon is started for a name that is wrong"
+
+
+@pytest.mark.parametrize(("words", "now"), [(["lora", "list"], "ls"), (["ray", "delete"], "rm")])
+def test_names_that_commands_had_still_work_and_no_help_lists_them(words: list[str], now: str, capsys):
+    group, old = words
+    assert run([group, old, "--help"], Program()) == Exit.OK
+    assert "Usage: llmbox" in capsys.readouterr().out
+    assert run([group, "--help"], Program()) == Exit.OK
+    listed = capsys.readouterr().out.partition("Commands:")[2]
+    assert re.search(rf"^  {now} ", listed, re.MULTILINE)
+    assert not re.search(rf"^  {old} ", listed, re.MULTILINE)
 
 
 def test_nothing_is_made_up(called):

@@ -122,6 +122,7 @@ def test_files_are_listed_read_and_deleted(client):
     output = client.files.retrieve(done.output_file_id)
     assert output.purpose == "batch_output"
     assert output.bytes == len(client.files.content(output.id).read())
+    assert output in list(client.files.list())
     listed = [each.id for each in client.files.list()]
     assert {file.id, output.id} <= set(listed)
     assert listed == [each.id for each in client.files.list(limit=1)]  # page after page
@@ -153,13 +154,15 @@ def test_batches_are_listed_newest_first(client):
 
 
 def test_what_has_no_answer_yet_can_be_cancelled(client):
-    batch = begin(client, [line("a", HELLO | {"model": "held"}), line("b", HELLO | {"model": "held"})])
+    batch = begin(client, [line('ä"\x01', HELLO | {"model": "held"}), line("b", HELLO | {"model": "held"})])
     assert batch.status == "in_progress"
     assert client.batches.cancel(batch.id).status == "cancelled"
     done = client.batches.retrieve(batch.id)
     assert done.output_file_id is None
     assert done.cancelled_at is not None
     told = content(client, done.error_file_id)
+    size = len(client.files.content(done.error_file_id).read())
+    assert client.files.retrieve(done.error_file_id).bytes == size
     assert {each["error"]["code"] for each in told.values()} == {"batch_cancelled"}
     assert all(each["response"] is None for each in told.values())
     with pytest.raises(openai.ConflictError):

@@ -6,6 +6,14 @@ using namespace llmbox;
 
 namespace {
 
+template <class Shape> Shape* keep_bias(Shape* linear, const float* bias) {
+    if (bias) {
+        linear->bias.assign(linear->panels() * PANEL, 0.f);
+        std::copy_n(bias, linear->outputs, linear->bias.begin());
+    }
+    return linear;
+}
+
 // Runs `make_panel(panel)` for all panels of a linear, on all threads, and keeps the bias.
 template <class Shape, class MakePanel> Shape* fill(Shape* linear, const float* bias, MakePanel make_panel) {
     struct Job {
@@ -19,11 +27,7 @@ template <class Shape, class MakePanel> Shape* fill(Shape* linear, const float* 
             for (int panel = panels.begin; panel < panels.end; panel++) job.make_panel(panel);
         },
         &job);
-    if (bias) {
-        linear->bias.assign(linear->panels() * PANEL, 0.f);
-        std::copy_n(bias, linear->outputs, linear->bias.begin());
-    }
-    return linear;
+    return keep_bias(linear, bias);
 }
 
 // Calls `make` with the type that unquantized weights are packed for.
@@ -137,13 +141,13 @@ void llmbox_quantize(int dtype, int inputs, int outputs, int bits, int group, co
 // Linears on panels that were packed before and lie elsewhere, for as long as the linear.
 Linear* llmbox_linear_at(int dtype, int inputs, int outputs, uint8_t* packed, const float* bias) {
     return with_packed_type(dtype, [&]<class E>(E) {
-        return fill(new Linear(inputs, outputs, words_of<E>(inputs), packed), bias, [](int) {});
+        return keep_bias(new Linear(inputs, outputs, words_of<E>(inputs), packed), bias);
     });
 }
 QuantLinear* llmbox_quant_at(
     int inputs, int outputs, int bits, int group, int grid, int is_ordered, uint8_t* packed, const float* bias) {
     const QuantFormat format{bits, group, static_cast<Grid4>(grid)};
-    return fill(new QuantLinear(inputs, outputs, format, is_ordered != 0, packed), bias, [](int) {});
+    return keep_bias(new QuantLinear(inputs, outputs, format, is_ordered != 0, packed), bias);
 }
 
 const uint8_t* llmbox_packed(const LinearShape* linear) { return linear->packed(); }

@@ -25,11 +25,11 @@ def test_an_adapter_from_its_folder_to_a_merged_model(call: Call, tmp_path: Path
     assert "adapter of rank 4, 1 modules" in added.err + added.out
     assert call("lora", "add", "pirate", folder, "--base", base).code == Exit.CONFLICT
     assert call("alias", "set", "pirate", "builtin").code == Exit.CONFLICT
-    (row,) = json.loads(call("lora", "list", "--json").out)["adapters"]
+    (row,) = json.loads(call("lora", "ls", "--json").out)["adapters"]
     assert (row["name"], row["base"], row["rank"]) == ("pirate", str(base), 4)
-    assert "(not here)" not in call("lora", "list").out
+    assert "(not here)" not in call("lora", "ls").out
     base.rename(tmp_path / "away")
-    assert f"{base} (not here)" in call("lora", "list").out
+    assert f"{base} (not here)" in call("lora", "ls").out
     (tmp_path / "away").rename(base)
     # The copy is used: the folder it came from may go.
     (folder / "adapter_model.safetensors").unlink()
@@ -38,7 +38,7 @@ def test_an_adapter_from_its_folder_to_a_merged_model(call: Call, tmp_path: Path
     assert (tmp_path / "merged" / "model.safetensors").exists()
     assert call("lora", "rm", "pirate").code == 0
     assert call("lora", "rm", "pirate").code == Exit.NOT_FOUND
-    assert call("lora", "list", "-q").out == ""
+    assert call("lora", "ls", "-q").out == ""
     assert list((tmp_path / "data").rglob("adapter_model.safetensors")) == []
 
 
