@@ -359,19 +359,22 @@ def read_arguments(text: str, *, keeps_cut_text: bool = False) -> dict[str, Any]
 
     `keeps_cut_text`: with a string that was cut off. Half a file name may be another file's.
     """
-    closers, kept, said = "", "{}", text
+    end, open_marks, said = 0, list[str](), text
+    closed: list[str] = []  # marks that were open at `end`, the last complete place, and are not any more
     for token in _JSON_TOKEN.finditer(text):
         match token[0][:1]:
             case "{" | "[" as opener:
-                closers = ("}" if opener == "{" else "]") + closers
-                kept = text[: token.end()] + closers
+                open_marks.append("}" if opener == "{" else "]")
+                end, closed = token.end(), []
             case "}" | "]":
-                closers = closers[1:]
+                closed += open_marks[-1:]
+                del open_marks[-1:]
             case ",":
-                kept = text[: token.start()] + closers
+                end, closed = token.start(), []
             case _ if token["cut"] is not None:
                 said = f'{text[: token.start("cut")]}"' if keeps_cut_text else ""
-    for each in (said + closers, kept):
+    closers = "".join(reversed(open_marks))
+    for each in (said + closers, text[:end] + "".join(closed) + closers):
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(each, strict=False)
             json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair could not be sent
