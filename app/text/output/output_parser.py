@@ -56,7 +56,7 @@ class OutputParser:
         self._tools: ToolSyntax | None = format_.tools if schemas else None
         self._schemas = schemas or {}
         self._is_forced = is_forced and self._tools is not None
-        self._most = most_calls if self._tools is None else most_calls or self._tools.most
+        self._most_calls = most_calls if self._tools is None else most_calls or self._tools.most
         self.marks = format_.reasoning
         """Marks around thoughts."""
         self._wrapper = format_.wrapper
@@ -111,22 +111,22 @@ class OutputParser:
         return parts
 
     def _advance(self, parts: ParsedOutput) -> bool:
-        """Parse one step. Returns False when more text is needed."""
+        """Take one step through the held text. Returns False when more text is needed."""
         match self._place:
             case "start":
-                return self._start()
+                return self._read_start()
             case "thoughts":
-                return self._think(parts)
+                return self._read_thoughts(parts)
             case "text":
-                return self._speak(parts)
+                return self._read_text(parts)
             case "call":
-                return self._call(parts)
+                return self._read_call(parts)
             case "header":
-                return self._head()
+                return self._read_header()
             case "message":
                 return self._read_message(parts)
 
-    def _start(self) -> bool:
+    def _read_start(self) -> bool:
         assert self.marks is not None
         opener = self.marks.opener
         seen = self._held.lstrip()
@@ -139,13 +139,13 @@ class OutputParser:
         self._place = "text"
         return True
 
-    def _think(self, parts: ParsedOutput) -> bool:
+    def _read_thoughts(self, parts: ParsedOutput) -> bool:
         assert self.marks is not None
         tools = self._tools
         marks = [self.marks.closer]
         if tools is not None and tools.ends_thoughts:
             marks.append(tools.opener)
-        text, found = self._until(marks)
+        text, found = self._take_until(marks)
         parts.reasoning += text
         if found == self.marks.closer:
             self._place, self._lead = "text", True
@@ -153,16 +153,14 @@ class OutputParser:
             self._begin_call(found)
         return bool(found)
 
-    def _speak(self, parts: ParsedOutput) -> bool:
-        tools = self._tools
+    def _read_text(self, parts: ParsedOutput) -> bool:
         if self._wrapper is not None and not self._wrapped and not self._unwrap():
             return False
-        if tools is not None and tools.bare and self._first:
-            seen = self._held.lstrip()
-            if not seen:
+        if self._first and self._tools is not None and self._tools.bare:
+            if not self._held.strip():
                 return False
             self._first = False
-            if seen.startswith("[" if tools.style == "python" else "{"):
+            if self._held.lstrip().startswith("[" if self._tools.style == "python" else "{"):
                 self._begin_call("")
                 return True
         marks = self._text_marks()
@@ -171,7 +169,7 @@ class OutputParser:
             self._lead = self._lead and not text
             parts.content += text
             return False
-        text, found = self._until(marks)
+        text, found = self._take_until(marks)
         parts.content += text
         if not found:
             return False
@@ -214,7 +212,7 @@ class OutputParser:
         self._place, self._written, self._closer = "call", opener, pairs.get(opener, "")
         self._searched = self._closers = 0
 
-    def _call(self, parts: ParsedOutput) -> bool:
+    def _read_call(self, parts: ParsedOutput) -> bool:
         assert self._tools is not None
         closer = self._closer
         at = self._held.find(closer, self._searched) if closer else -1
@@ -279,13 +277,13 @@ class OutputParser:
         self._lead = True
 
     def _add_calls(self, calls: list[ParsedToolCall], parts: ParsedOutput) -> None:
-        wanted = calls if self._most is None else calls[: max(0, self._most - self.called)]
+        wanted = calls if self._most_calls is None else calls[: max(0, self._most_calls - self.called)]
         parts.calls += wanted
         self.called += len(wanted)
 
     # ------------------------------------------------------------------ harmony
 
-    def _head(self) -> bool:
+    def _read_header(self) -> bool:
         """Read a message's header, which says what the message is."""
         seen = self._held.lstrip()
         at = self._held.find(_HEADER_END)
@@ -313,7 +311,7 @@ class OutputParser:
             raw, self._held = self._held[:at], self._held[at:]
             self._end_call(raw, "", parts)
         else:
-            text, mark = self._until(_MESSAGE_ENDS)
+            text, mark = self._take_until(_MESSAGE_ENDS)
             if self._kind == "thoughts":
                 parts.reasoning += text
             else:
@@ -328,7 +326,7 @@ class OutputParser:
 
     # ------------------------------------------------------------------ search
 
-    def _until(self, marks: list[str] | tuple[str, ...]) -> tuple[str, str]:
+    def _take_until(self, marks: list[str] | tuple[str, ...]) -> tuple[str, str]:
         """Return the text before the first mark, without white space around it, and the mark; without a mark,
         the text that is certain, and an empty text.
         """
@@ -359,22 +357,22 @@ def read_arguments(text: str, *, keeps_cut_text: bool = False) -> dict[str, Any]
 
     `keeps_cut_text`: with a string that was cut off. Half a file name may be another file's.
     """
-    end, open_marks, said = 0, list[str](), text
-    closed: list[str] = []  # marks that were open at `end`, the last complete place, and are not any more
+    closers: list[str] = []
+    kept, said = 0, text
     for token in _JSON_TOKEN.finditer(text):
         match token[0][:1]:
             case "{" | "[" as opener:
-                open_marks.append("}" if opener == "{" else "]")
-                end, closed = token.end(), []
+                closers.append("}" if opener == "{" else "]")
+                kept = token.end()
             case "}" | "]":
-                closed += open_marks[-1:]
-                del open_marks[-1:]
+                del closers[-1:]
+                kept = token.end()
             case ",":
-                end, closed = token.start(), []
+                kept = token.start()
             case _ if token["cut"] is not None:
                 said = f'{text[: token.start("cut")]}"' if keeps_cut_text else ""
-    closers = "".join(reversed(open_marks))
-    for each in (said + closers, text[:end] + "".join(closed) + closers):
+    end = "".join(reversed(closers))
+    for each in (said + end, text[:kept] + end):
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(each, strict=False)
             json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair could not be sent
