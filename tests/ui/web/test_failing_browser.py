@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 
-from support.browser import Window, needs_browser
+from support.browser import Window, misfits, needs_browser, serious_problems
 
 pytestmark = needs_browser
 REASON = "The model gave NaN or infinite logits."
@@ -55,11 +55,12 @@ def test_the_command_line_metrics_and_the_admin_api(panel, failing):
     assert 'llmbox_requests_failed_total{code="engine_error",model_name="tiny"}' not in counted
 
 
-def test_a_failed_download_says_why_and_is_dismissed(window: Window):
+def test_a_failed_download_says_why_and_is_dismissed(window: Window, axe: str):
     window.panel.box.client.post("/admin/api/downloads", {"model": "org/typo"})
     window.open("/admin/models/activity")
     page = window.page
     page.get_by_text("org/typo was not found").wait_for()
+    assert [*serious_problems(page, axe), *misfits(page)] == []
     page.once("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Dismiss").click()
     page.get_by_text("Removed from the list: org/typo.").wait_for()
