@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from support.browser import Window, misfits, needs_browser, serious_problems
+from support.cli_box import until
 
 pytestmark = needs_browser
 REASON = "The model gave NaN or infinite logits."
@@ -48,7 +49,7 @@ def test_the_command_line_metrics_and_the_admin_api(panel, failing):
         ("failing", 3, 3),
         ("tiny", 0, 1),
     ]
-    assert failing in panel.box.api("tick")["attention"][0]["text"]
+    until(lambda: failing in panel.box.api("tick")["attention"][0]["text"])
     assert 0.75 in panel.box.api("telemetry?series=error_rate&step=1")["series"]["error_rate"]
     counted = httpx.get(f"{panel.url}/metrics").text
     assert 'llmbox_requests_failed_total{code="engine_error",model_name="failing"} 3.0' in counted
