@@ -15,7 +15,7 @@ from support.cli_box import PATIENCE
 from support.panel_box import Panel
 
 ROOT = Path(__file__).parents[2]
-WIDTHS = {"desktop": 1280, "tablet": 820, "phone": 390}
+WIDTHS = {"desktop": 1280, "tablet": 820, "phone": 360}
 CHROMIUM = shutil.which("chromium")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 MISSING = [
@@ -122,6 +122,40 @@ def serious_problems(page, axe: str) -> list[tuple[str, str, str]]:
             if each["impact"] in {"serious", "critical"}
         ]
     return found
+
+
+FOCUS = """() => {
+  const at = document.activeElement;
+  if (!at || at === document.body) return null;
+  const hasRing = (each) => {
+    const style = each && getComputedStyle(each);
+    return style && style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) > 0;
+  };
+  const isOver = (x, y) => {
+    const top = document.elementFromPoint(x, y);
+    return top && (at.contains(top) || top.contains(at));
+  };
+  const box = at.getBoundingClientRect();
+  const [x, y] = [box.x + box.width / 2, box.y + box.height / 2];
+  const isThere = isOver(x, y) || isOver(box.x + 3, box.y + 3) || isOver(box.right - 3, box.bottom - 3);
+  const isMarked = hasRing(at) || hasRing(at.closest('.compose, .button'));
+  return [at.outerHTML.slice(0, 160), isMarked && isThere];
+}"""
+"""What has the focus, and whether one sees it: with a ring, in the window and not below another part."""
+
+
+def unseen_focus(page) -> list[str]:
+    """Go through the page by Tab. List what gets the focus and does not show it."""
+    found: list[str] = []
+    first = None
+    for _ in range(200):
+        page.keyboard.press("Tab")
+        at = page.evaluate(FOCUS)
+        if at is None or at[0] == first:
+            return found
+        first = first or at[0]
+        found += [] if at[1] else [at[0]]
+    return [*found, "Tab has no end"]
 
 
 def misfits(page) -> list[tuple[str, int]]:

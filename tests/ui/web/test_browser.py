@@ -2,7 +2,7 @@
 
 import httpx
 
-from support.browser import Window, misfits, needs_browser, serious_problems
+from support.browser import Window, misfits, needs_browser, serious_problems, unseen_focus
 from support.cli_box import PATIENCE
 from support.panel_box import Panel
 
@@ -163,6 +163,17 @@ def test_the_keyboard_reaches_the_page_first(window: Window):
     assert window.page.evaluate("document.activeElement.textContent") == "Skip to content"
 
 
+def test_the_focus_stays_where_it_is_while_the_list_changes(window: Window):
+    window.open("/admin/models")
+    page = window.page
+    page.get_by_text("live", exact=True).wait_for()
+    page.get_by_role("link", name="tiny", exact=True).focus()
+    assert window.panel.box.run("pin", "tiny").code == 0
+    page.get_by_role("button", name="Unpin").wait_for()
+    assert page.evaluate("document.activeElement.textContent") == "tiny"
+    assert window.panel.box.run("unpin", "tiny").code == 0
+
+
 def test_pages_fit_and_are_accessible(window: Window, axe: str):
     """axe-core finds nothing serious in light or dark, and no page is wider than the window."""
     page = window.page
@@ -172,3 +183,32 @@ def test_pages_fit_and_are_accessible(window: Window, axe: str):
         page.locator("h1").wait_for()
         found += [(name, *each) for each in (*serious_problems(page, axe), *misfits(page))]
     assert found == []
+
+
+def test_at_twice_the_size_pages_fit_and_the_focus_is_seen(window: Window):
+    """A window of 1280 by 860 at 200 % is one of 640 by 430."""
+    page = window.page
+    page.set_viewport_size({"width": 640, "height": 430})
+    found = []
+    for name, path in PAGES.items():
+        window.open(path)
+        page.locator("h1").wait_for()
+        if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+            found.append((name, "is wider than the window"))
+        found += [(name, each) for each in unseen_focus(page)]
+    assert found == []
+
+
+def test_the_sign_in_is_accessible_in_all_its_forms(panel: Panel, browser, axe: str):
+    context = browser.new_context(viewport={"width": 360, "height": 640})
+    context.set_default_timeout(PATIENCE * 1000)
+    page = context.new_page()
+    for form in ("", "?token=none"):
+        page.goto(f"{panel.url}/admin/signin{form}")
+        assert serious_problems(page, axe) == []
+        assert page.evaluate("document.activeElement.matches('#key, button:focus-visible')")
+    page.keyboard.press("Enter")
+    page.get_by_role("alert").wait_for()
+    assert serious_problems(page, axe) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    context.close()

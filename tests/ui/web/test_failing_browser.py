@@ -5,7 +5,8 @@ import json
 import httpx
 import pytest
 
-from support.browser import Window, needs_browser
+from support.browser import Window, misfits, needs_browser, serious_problems
+from support.cli_box import until
 
 pytestmark = needs_browser
 REASON = "The model gave NaN or infinite logits."
@@ -48,18 +49,19 @@ def test_the_command_line_metrics_and_the_admin_api(panel, failing):
         ("failing", 3, 3),
         ("tiny", 0, 1),
     ]
-    assert failing in panel.box.api("tick")["attention"][0]["text"]
+    until(lambda: failing in panel.box.api("tick")["attention"][0]["text"])
     assert 0.75 in panel.box.api("telemetry?series=error_rate&step=1")["series"]["error_rate"]
     counted = httpx.get(f"{panel.url}/metrics").text
     assert 'llmbox_requests_failed_total{code="engine_error",model_name="failing"} 3.0' in counted
     assert 'llmbox_requests_failed_total{code="engine_error",model_name="tiny"}' not in counted
 
 
-def test_a_failed_download_says_why_and_is_dismissed(window: Window):
+def test_a_failed_download_says_why_and_is_dismissed(window: Window, axe: str):
     window.panel.box.client.post("/admin/api/downloads", {"model": "org/typo"})
     window.open("/admin/models/activity")
     page = window.page
     page.get_by_text("org/typo was not found").wait_for()
+    assert [*serious_problems(page, axe), *misfits(page)] == []
     page.once("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Dismiss").click()
     page.get_by_text("Removed from the list: org/typo.").wait_for()

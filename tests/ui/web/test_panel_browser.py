@@ -9,7 +9,7 @@ import pytest
 
 from llmbox.app.models.catalog import BUILTIN_DIR
 from support.adapters import plain_tensors, write_adapter
-from support.browser import Window, needs_browser
+from support.browser import Window, misfits, needs_browser, serious_problems
 
 pytestmark = needs_browser
 
@@ -56,7 +56,7 @@ def test_a_plan_follows_the_sliders(window: Window):
     assert "<|im_start|>assistant" in page.locator("#prompt").text_content()
 
 
-def test_an_adapter_is_added_chatted_with_and_removed(window: Window, tmp_path: Path):
+def test_an_adapter_is_added_chatted_with_and_removed(window: Window, tmp_path: Path, axe: str):
     config = json.loads((BUILTIN_DIR / "config.json").read_text())
     hidden, outputs = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
     good = write_adapter(tmp_path / "good", plain_tensors(hidden, outputs))
@@ -83,6 +83,7 @@ def test_an_adapter_is_added_chatted_with_and_removed(window: Window, tmp_path: 
     assert "pirate" in page.locator("#model option").all_text_contents()
     window.open("/admin/models/adapters")
     page.get_by_text("live", exact=True).wait_for()
+    assert [*serious_problems(page, axe), *misfits(page)] == []
     page.once("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Remove").click()
     page.get_by_text("pirate is no longer an adapter.").wait_for()
