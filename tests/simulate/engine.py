@@ -187,7 +187,6 @@ class SimulatedEngine(Engine):
             memory = FakeBlockMemory(runner)
             scheduler.kv_cache.tiers = KVTiers(store, memory, scheduler.kv_cache, clock)
         super().__init__(scheduler, driven, setup.info, clock)
-        self.scheduler = scheduler
         self.rules = StepRules(self, setup, depth)
 
     def step(self) -> StepOutputs:
