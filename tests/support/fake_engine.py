@@ -16,11 +16,13 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
 
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.core.step import ProfiledRunner
 from llmbox.engine.errors import DoesNotFit, EngineError, ModelError, RankLost
 from llmbox.engine.ipc.messages import (
     AddRequest,
@@ -184,6 +186,23 @@ def fake_vector(prompt_ids: Sequence[int]) -> bytes:
     return struct.pack("<8f", *(byte - 127.5 for byte in digest[:8]))
 
 
+class NoParts:
+    """Scheduler and executor as a profile times them: the fake engine's step is one function."""
+
+    def schedule(self) -> None: ...
+
+    def update(self) -> None: ...
+
+    def launch(self) -> None: ...
+
+    def collect(self) -> None: ...
+
+    def forward(self) -> None: ...
+
+    def profiled(self) -> ProfiledRunner:
+        return ProfiledRunner(ops=SimpleNamespace(profiler=None), forward=self.forward)
+
+
 class FakeEngine:
     def __init__(self, config: EngineConfig, options: FakeOptions) -> None:
         self._options = options
@@ -195,6 +214,7 @@ class FakeEngine:
         self._steps = self._prompt_tokens = self._output_tokens = 0
         self._work = StepWork()
         self.info = _info(config, options, self._max_running)
+        self.scheduler = self.executor = NoParts()
 
     @property
     def has_work(self) -> bool:
