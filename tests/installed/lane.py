@@ -155,7 +155,7 @@ def test_settings_keys_and_names(box: InstalledBox, models: Path):
     assert "ExecStart" in box.run("service", "install", "--user", "--print").out
     box.run("service", "status", "--user", code=3)
     box.run("service", "uninstall", "--user", code=4)
-    for words in (["deploy", "builtin"], ["status"], ["delete"]):
+    for words in (["deploy", "builtin"], ["status"], ["rm"]):
         assert "pip install 'llmbox[ray]'" in box.run("ray", *words, code=1).err
     for words in (
         ["add", "one"],
