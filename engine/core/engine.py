@@ -56,7 +56,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Executor,
+        executor: Executor,
         info: ModelInfo,
         clock: Callable[[], float] = time.perf_counter,
         experts: ExpertCounters | None = None,
@@ -64,10 +64,10 @@ class Engine:
         """`experts`: counters of a mixture's experts."""
         self.info = info
         self._experts = experts
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._images = scheduler.images
-        self._runner = runner
-        self._pipeline = pipeline_of(runner)
+        self.executor = executor
+        self._pipeline = pipeline_of(executor)
         self._masks_ahead = bool(self._pipeline.ahead or info.worker_pids)
         """The masks after drafts are known before their step: it samples all its rows at once, or workers do,
         which have no grammars."""
@@ -81,20 +81,12 @@ class Engine:
         self._step_seconds = 0.0
 
     @property
-    def scheduler(self) -> Scheduler:
-        return self._scheduler
-
-    @property
-    def executor(self) -> Executor:
-        return self._runner
-
-    @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._launched)
+        return self.scheduler.has_work or bool(self._launched)
 
     @property
     def _kv_cache(self) -> KVCacheManager:
-        return self._scheduler.kv_cache
+        return self.scheduler.kv_cache
 
     def step(self) -> StepOutputs:
         """Schedule a step, launch it, collect the oldest finished step and return its outputs.
@@ -107,7 +99,7 @@ class Engine:
         """
         started = self._clock()
         worked = bool(self._launched)
-        plan = self._scheduler.schedule(self._pipeline)
+        plan = self.scheduler.schedule(self._pipeline)
         try:
             self._update_masks(plan)
             if plan.rows:
@@ -133,7 +125,7 @@ class Engine:
         if self._kv_cache.tiers is not None:
             self._kv_cache.tiers.before_step()
         launched_at = self._clock()
-        self._launched.append((plan, self._runner.launch(plan), launched_at))
+        self._launched.append((plan, self.executor.launch(plan), launched_at))
 
     def _move_blocks(self, *, is_idle: bool) -> None:
         """Copy KV blocks to and from the tiers and a prefill engine. `is_idle`: there is nothing else to do,
@@ -151,7 +143,7 @@ class Engine:
 
     def prepare(self) -> bool:
         """Do one piece of idle-time work that makes later steps faster. False once nothing is left to do."""
-        if self._runner.prepare() or (self._experts is not None and self._experts.balance()):
+        if self.executor.prepare() or (self._experts is not None and self._experts.balance()):
             return True
         tiers = self._kv_cache.tiers
         if tiers is None or not tiers.pump():
@@ -164,7 +156,7 @@ class Engine:
         follows.
         """
         end = self._clock() + CLOSE_SECONDS
-        self._scheduler.drafting.close(CLOSE_SECONDS / 4)
+        self.scheduler.drafting.close(CLOSE_SECONDS / 4)
         if (tiers := self._kv_cache.tiers) is not None:
             tiers.close(max(0.0, end - self._clock()))
         if (intake := self._kv_cache.intake) is not None:
@@ -184,7 +176,7 @@ class Engine:
 
         Never raises because of the content of `message`: an error ends this request alone.
         """
-        if self._scheduler.has(message.request_id):
+        if self.scheduler.has(message.request_id):
             # An error output would end the request that is present, which has the same id.
             log.error("a second request with the id %s is dropped", message.request_id)
             return None
@@ -224,7 +216,7 @@ class Engine:
         if (reason := finish_reason(request)) is not None:
             return RequestOutput(request_id=request.request_id, finish_reason=reason)
         request.constraint = self._grammars.constraint(request.params, request.num_prompt)
-        self._scheduler.add(request)
+        self.scheduler.add(request)
         return None
 
     def _admit_adapter(self, folder: str) -> str:
@@ -273,16 +265,16 @@ class Engine:
         """Remove a request and free its blocks at once; None if it is not (or no longer) here."""
         if (outlet := self._kv_cache.outlet) is not None:
             outlet.drop(request_id)
-        if not self._scheduler.abort(request_id):
+        if not self.scheduler.abort(request_id):
             return None
         return RequestOutput(request_id=request_id, finish_reason="abort")
 
     def take_times(self) -> dict[str, SequenceTimes]:
         """Return the times of sequences that ended since the last call."""
-        return self._scheduler.ledger.take()
+        return self.scheduler.ledger.take()
 
     def stats(self) -> EngineStats:
-        scheduler, pool, kv_cache = self._scheduler, self._scheduler.pool, self._kv_cache
+        scheduler, pool, kv_cache = self.scheduler, self.scheduler.pool, self._kv_cache
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
@@ -311,7 +303,7 @@ class Engine:
     def blocks(self) -> BlockMap:
         """Return the state of every KV block. Walks the whole pool, so it is made on request only."""
         kv_cache = self._kv_cache
-        return block_map(kv_cache.pool, kv_cache.computed_by, kv_cache.uses, self._scheduler.running)
+        return block_map(kv_cache.pool, kv_cache.computed_by, kv_cache.uses, self.scheduler.running)
 
     def _advance_images(self) -> list[RequestOutput]:
         """Encode one slice of an image. Returns the ends of the requests whose image cannot be encoded."""
@@ -322,29 +314,29 @@ class Engine:
             log.exception("an image cannot be encoded")
             failed = self._images.give_up()
             for request in failed:
-                self._scheduler.abort(request.request_id)
+                self.scheduler.abort(request.request_id)
             why = f"An image of this request cannot be encoded: {error}"
             return [make_error_output(request.request_id, EngineError.code, why) for request in failed]
         return []
 
     @property
     def _is_full(self) -> bool:
-        return len(self._launched) > self._runner.depth
+        return len(self._launched) > self.executor.depth
 
     def _take_results(self) -> list[RequestOutput]:
         """Wait for the oldest launched step, if there is one, and return its outputs."""
         if not self._launched:
             return []
         plan, handle, launched_at = self._launched[0]
-        result = self._runner.collect(handle)
+        result = self.executor.collect(handle)
         self._launched.popleft()
         tokens, now = plan.num_tokens, self._clock()
         seconds = now - max(launched_at, self._collected_at)  # launched before another ended, it began then
         self._collected_at = now
-        self._scheduler.ledger.advance(plan, tokens, seconds, self._scheduler.active.by_id)
+        self.scheduler.ledger.advance(plan, tokens, seconds, self.scheduler.active.by_id)
         if tokens >= PROMPT_STEP and (tiers := self._kv_cache.tiers) is not None:
             tiers.reads.note_computed(tokens, seconds)
-        return self._scheduler.update(plan, result)
+        return self.scheduler.update(plan, result)
 
     def _update_masks(self, plan: StepPlan) -> None:
         """Update the masks of the sampling rows, before the step is launched. `Scheduler` takes a request
@@ -361,6 +353,6 @@ class Engine:
     def _discard(self, plan: StepPlan) -> None:
         """Discard all launched steps and `plan`: the KV they wrote may be wrong and must not be used."""
         for launched, *_ in self._launched:
-            self._scheduler.discard(launched)
-        self._scheduler.discard(plan)
+            self.scheduler.discard(launched)
+        self.scheduler.discard(plan)
         self._launched.clear()

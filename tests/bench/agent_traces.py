@@ -63,7 +63,7 @@ class Tokens:
 
 def follow(engine: Engine, scripts: dict[str, list[int]]) -> None:
     """Make the engine draw the tokens of `scripts`, by request id. A request without one is left alone."""
-    sampler: Any = engine._runner.runner._sampler  # type: ignore[attr-defined]
+    sampler: Any = engine.executor.runner._sampler  # type: ignore[attr-defined]
     sample = sampler.sample
 
     def recorded(logits: Any, requests: Any) -> Any:

@@ -108,7 +108,7 @@ def measure(batch: int, params: dict[str, Any]) -> dict[str, float]:
 
 def turn(engine: Engine) -> dict[str, float]:
     """Seconds of each part of `Engine.step`."""
-    scheduler, runner, spent = engine._scheduler, engine._runner, dict[str, float]()
+    scheduler, runner, spent = engine.scheduler, engine.executor, dict[str, float]()
 
     def timed(part: str, work: Callable[[], Any]) -> Any:
         started = time.perf_counter()

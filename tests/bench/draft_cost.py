@@ -73,12 +73,12 @@ def main() -> None:
     options = parser.parse_args()
     engines = {"auto": load(options, "auto")}
     engines["off"] = engines["auto"] if options.one_engine else load(options, "off")
-    rows = {name: engine._scheduler.drafting._rows for name, engine in engines.items()} | {"off": 0}
+    rows = {name: engine.scheduler.drafting._rows for name, engine in engines.items()} | {"off": 0}
     for engine in {id(each): each for each in engines.values()}.values():
         # The first steps touch memory for the first time.
         follow(engine, SCRIPTS)
         if options.cpu_time:
-            drafting: Any = engine._scheduler.drafting
+            drafting: Any = engine.scheduler.drafting
             for timed in (drafting, *drafting._models):
                 timed._clock = time.process_time
         run(engine, options, "new", 8, -1)
@@ -94,7 +94,7 @@ def compare(
     tokens, before = 0, engines["auto"].stats()
     for number in range(options.rounds):
         for name in sorted(engines, reverse=number % 2 == 1):
-            engines[name]._scheduler.drafting._rows = rows[name]
+            engines[name].scheduler.drafting._rows = rows[name]
             first = engines[name].stats().output_tokens
             speeds[name].append(run(engines[name], options, work, streams, number))
             if name == "auto":
@@ -135,7 +135,7 @@ def run(engine: Engine, options: argparse.Namespace, work: str, streams: int, nu
     """Tokens a second, from the first token of all on."""
     for request in requests(engine, options, work, streams, number):
         engine.add(request)
-    while engine.stats().waiting or any(not request.num_output for request in engine._scheduler.running):
+    while engine.stats().waiting or any(not request.num_output for request in engine.scheduler.running):
         engine.step()
     clock = time.process_time if options.cpu_time else time.perf_counter
     first, start = engine.stats().output_tokens, clock()

@@ -129,7 +129,7 @@ def turns(options: argparse.Namespace, folder: Path) -> None:
 def writing(options: argparse.Namespace, folder: Path) -> None:
     use_disk(folder)
     engine = load(options, speculate="off")
-    kv_cache = engine._scheduler.kv_cache
+    kv_cache = engine.scheduler.kv_cache
     tiers, ratios, written, steps = kv_cache.tiers, list[tuple[float, float]](), 0, 0.0
     assert tiers is not None
     for round_ in range(options.rounds):
@@ -188,9 +188,9 @@ def guesses(options: argparse.Namespace, folder: Path) -> None:
         use_disk(folder if tier == "disk" else None)
         small = argparse.Namespace(**{**vars(options), "tokens": 1024, "quant": "none"})
         engine = load(small)
-        kv_cache: Any = engine._scheduler.kv_cache
+        kv_cache: Any = engine.scheduler.kv_cache
         if tier == "host":
-            memory = engine._runner.runner.block_memory()
+            memory = engine.executor.runner.block_memory()
             host = HostTier(memory, dict.fromkeys(memory.sizes, options.asked * 100))
             kv_cache.tiers = KVTiers(None, memory, kv_cache, host=host)
         times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}

@@ -133,7 +133,7 @@ def run(engine: Engine, names: list[str]) -> Run:
 def warm_up(engine: Engine, seconds: float = 60.0) -> None:
     """Compiles what prompts and decoding need, then lets the runner capture its graphs."""
     run(engine, add(engine, 2, 300, 40, "warm"))
-    prepare = getattr(engine, "prepare", None) or getattr(engine._runner, "prepare", lambda: False)
+    prepare = getattr(engine, "prepare", None) or getattr(engine.executor, "prepare", lambda: False)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end and prepare():
         pass

@@ -114,7 +114,7 @@ def device_engine(
     do.
     """
     plain = load(directory, **{"speculate": "off", "overlap": True, **options})
-    local, scheduler = runner_of(plain), plain._scheduler
+    local, scheduler = runner_of(plain), plain.scheduler
     device = device or LateDevice()
 
     def remake(local: Any, capture: CudaCapture | None, **parts: Any) -> Any:

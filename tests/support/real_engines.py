@@ -29,7 +29,7 @@ def load(directory: Path, **options: Any) -> Engine:
 
 
 def runner_of(engine: Engine) -> Any:
-    runner = engine._runner
+    runner = engine.executor
     return runner.runner if isinstance(runner, SyncExecutor) else runner
 
 
@@ -132,7 +132,7 @@ def all_logits(runner: CPUModelRunner, ids: list[int]) -> Tensor:
 
 def drafts_of(engine: Engine) -> list[list[int]]:
     """Return a list that gets all drafts that its draft model or head proposes from now on."""
-    proposer, proposed = engine._scheduler.drafting._models[0].proposer, list[list[int]]()
+    proposer, proposed = engine.scheduler.drafting._models[0].proposer, list[list[int]]()
     propose = proposer.propose
 
     def noting(wanted: Any) -> Any:

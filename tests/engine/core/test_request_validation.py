@@ -115,7 +115,7 @@ def test_arbitrary_requests_end_alone(engine, undisturbed, requests):
     assert ids_of(outputs["n"]) == undisturbed
     for request in requests:
         assert outputs[request.request_id][-1].finish_reason in {"stop", "length", "error"}
-    engine._scheduler.check()
+    engine.scheduler.check()
     assert engine.stats().blocks_used == 0
 
 

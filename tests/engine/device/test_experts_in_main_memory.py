@@ -154,7 +154,7 @@ def test_deterministic_kernels_verify_no_drafts_beside_them(mixture):
     def rows(**options):
         with fake_cuda(Card(multiprocessors=2), blank=True):
             engine = load(mixture, **{**ON_GPU, "speculate": "auto", "deterministic": True, **options})
-        return engine._scheduler.config.draft_rows
+        return engine.scheduler.config.draft_rows
 
     assert rows() == 0
     assert rows(cpu_experts="off") > 0

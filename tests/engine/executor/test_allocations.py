@@ -88,7 +88,7 @@ def test_wherever_a_step_runs_out_of_memory_no_token_changes(directory: Path) ->
                 except RuntimeError as error:
                     if OUT_OF_MEMORY not in str(error):
                         raise
-                    engine._scheduler.check()
+                    engine.scheduler.check()
                     continue
                 for output in outputs:
                     assert output.finish_reason in {None, "length"}

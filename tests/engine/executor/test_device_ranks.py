@@ -46,8 +46,8 @@ def compare(model, cut, options, seed, graphs):
         while graphs and engine.prepare():
             pass
         seen = run(engine, requests)
-        engine._scheduler.check()
-        assert engine._scheduler.pool.num_used == 0
+        engine.scheduler.check()
+        assert engine.scheduler.pool.num_used == 0
     for request in requests:
         assert told(seen[request.request_id]) == told(expected[request.request_id])
     if graphs:

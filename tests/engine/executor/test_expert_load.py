@@ -123,7 +123,7 @@ def test_no_placement_changes_a_token(model, tp):
         keep(model, [[1000 if expert == hot else 10 + expert for expert in range(8)]] * 2)
         LoadHistory.of_model(model).save(placement=[[[9]]])  # of nobody
         engine = load_threads(model, redundant_experts=redundant, **cut)
-        placements.append(engine._runner.runner.plan.expert_placement)
+        placements.append(engine.executor.runner.plan.expert_placement)
         assert placements[-1][0][hot] == tuple(range(min(tp, redundant + 1)))
         assert tokens(engine, REQUESTS) == wanted
     assert len(set(placements)) == len(placements)
@@ -162,7 +162,7 @@ def test_a_placement_stays_until_another_is_much_better(model):
 
     def placed(hot):
         keep(model, [[100 + 30 * (expert == 0) + hot * (expert == 5) for expert in range(8)]] * 2)
-        return load_threads(model, **cut)._runner.runner.plan.expert_placement
+        return load_threads(model, **cut).executor.runner.plan.expert_placement
 
     first = placed(0)
     assert first[0][0] == (0, 1)

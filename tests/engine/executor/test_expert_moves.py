@@ -137,10 +137,10 @@ def test_an_adapter_that_comes_after_moves_finds_its_experts(model, monkeypatch,
     write_adapter(adapter, {name: 4 * tensor for name, tensor in tensors.items()})
     asked = [replace(ask("adapted", range(60, 90), 12), adapter=str(adapter))]
     plain = load(model, dtype="float32")
-    plain._scheduler.kv_cache.adapters = AdapterSlots(2, 1 << 20)
+    plain.scheduler.kv_cache.adapters = AdapterSlots(2, 1 << 20)
     wanted = tokens(plain, asked)
     engine = load_threads(model, **CUT, dtype="float32")
-    engine._scheduler.kv_cache.adapters = AdapterSlots(2, 1 << 20)
+    engine.scheduler.kv_cache.adapters = AdapterSlots(2, 1 << 20)
     tokens(engine, REQUESTS)
     moved = engine.stats().expert_moves
     assert moved > 0

@@ -49,7 +49,7 @@ def test_another_engine_goes_on_from_disk_with_the_same_tokens(arch, tmp_path, d
     model = make(tmp_path / "model", arch)
     options: dict[str, Any] = {"dtype": "float32", **MODELS[arch][1]}
     first = load(model, **options)
-    assert bool(first._scheduler.kv_cache.windows) == (arch in {"mistral", "lfm3"})
+    assert bool(first.scheduler.kv_cache.windows) == (arch in {"mistral", "lfm3"})
     expected = answer(first, PROMPT)
     assert expected[1] == 0
     turn = [*PROMPT, *expected[0], 5, 6, 7]
@@ -69,13 +69,13 @@ def test_ranks_keep_their_parts_in_one_file(ranks, tmp_path, disk):
     model = make(tmp_path / "model", "qwen3")
     first = load(model, dtype="float32", **ranks)
     expected = answer(first, PROMPT)[0]
-    assert first._scheduler.kv_cache.tiers is not None
+    assert first.scheduler.kv_cache.tiers is not None
     first.close()
-    first._runner.close()
+    first.executor.close()
     second = load(model, dtype="float32", **ranks)
     assert answer(second, PROMPT) == (expected, 496)
     second.close()
-    second._runner.close()
+    second.executor.close()
     alone = load(model, dtype="float32")
     assert answer(alone, PROMPT)[1] == 0, "its blocks lie otherwise"
     alone.close()
@@ -93,7 +93,7 @@ def test_blocks_of_ranks_with_whole_experts_are_theirs_alone(tmp_path, disk):
         expected = expected or tokens
         assert not whole or tokens == expected
         engine.close()
-        engine._runner.close()
+        engine.executor.close()
 
 
 def test_overlapping_steps_read_and_write_too(tmp_path, disk, monkeypatch):

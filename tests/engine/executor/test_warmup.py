@@ -89,7 +89,7 @@ def test_serving_compiles_nothing_more(
     plan = plan_of(engine)
     assert num_warmup_blocks(plan) <= plan.num_blocks
     with noted_variants() as compiled:
-        run_warmup(engine._runner, plan, engine._runner._ops.warmup_batch_sizes)
+        run_warmup(engine.executor, plan, engine.executor._ops.warmup_batch_sizes)
     with noted_variants() as needed:
         serve(engine)
     assert len(needed) > 10

@@ -180,9 +180,9 @@ def test_a_layer_that_predicts_tokens_drafts_as_that_of_the_source(
     drafted = []
     for each in (source, folder):
         engine = learned(load(each, mtp="on"))
-        engine._scheduler.drafting._rows = 24
+        engine.scheduler.drafting._rows = 24
         assert tokens(engine, [ask("a", PROMPT, 24)])["a"] == answer(source, max_tokens=24, mtp="off")
-        drafted.append(engine._scheduler.drafting.counts["mtp"].accepted_tokens)
+        drafted.append(engine.scheduler.drafting.counts["mtp"].accepted_tokens)
     assert drafted[0] == drafted[1] > 0
     facts = local_facts(directory(folder))
     assert facts.config.num_parameters == parse_config(source).num_parameters == facts.stored_params

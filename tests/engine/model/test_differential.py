@@ -255,13 +255,13 @@ def test_greedy_tokens_after_preemption(case: Case) -> None:
     longest = max(map(len, case.prompts)) + case.max_tokens
     engine = load(case.directory)
     blocks = -(-longest // 16) + 2
-    engine._scheduler = small_scheduler(engine, blocks)
+    engine.scheduler = small_scheduler(engine, blocks)
     assert tokens(engine, case.asks()) == case.expected
     if longest > 40:
         assert engine.stats().preemptions > 0
 
 
 def small_scheduler(engine: Engine, blocks: int) -> Scheduler:
-    context = min(engine._scheduler.config.context, blocks * 16)
-    config = replace(engine._scheduler.config, context=context, watermark=0.0, premium_share=0.0)
+    context = min(engine.scheduler.config.context, blocks * 16)
+    config = replace(engine.scheduler.config, context=context, watermark=0.0, premium_share=0.0)
     return Scheduler(config, BlockPool(blocks, 16))

@@ -32,7 +32,7 @@ class Heard:
     """Logits from which an engine drew the first drafts after a prompt, and the tokens before each."""
 
     def __init__(self, engine: Engine) -> None:
-        drafting = engine._scheduler.drafting
+        drafting = engine.scheduler.drafting
         drafting._rows = 16
         sampler: Any = drafting._models[0].proposer.executor.runner._sampler
         self.rows: list[Tensor] = []

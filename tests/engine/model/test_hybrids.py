@@ -61,11 +61,11 @@ def test_alone_and_in_a_batch_of_33(model: Path, alone: list[int], options: dict
 
 def test_after_preemption(model: Path, alone: list[int]) -> None:
     engine = load(model, dtype="bfloat16")
-    config = replace(engine._scheduler.config, context=160, watermark=0.0, premium_share=0.0)
-    engine._scheduler = Scheduler(config, BlockPool(12, 16))
+    config = replace(engine.scheduler.config, context=160, watermark=0.0, premium_share=0.0)
+    engine.scheduler = Scheduler(config, BlockPool(12, 16))
     assert tokens(engine, [*OTHERS[:6], LONG])["long"] == alone
     assert engine.stats().preemptions > 0
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 def test_resumed_on_another_engine(model: Path, alone: list[int]) -> None:
@@ -111,13 +111,13 @@ def test_answers_to_one_prompt_share_its_states(model: Path) -> None:
         assert found[fork.request_id][0].cached_tokens == 96
         apart = tokens(load(model, dtype="bfloat16"), [replace(fork, fork_of=None)])
         assert [t for output in found[fork.request_id] for t in output.token_ids] == apart[fork.request_id]
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 def test_few_slots_bound_how_many_run(model: Path, alone: list[int]) -> None:
     engine = load(model, dtype="bfloat16")
-    config = replace(engine._scheduler.config, state_slots=3)
-    engine._scheduler = Scheduler(config, BlockPool(400, 16))
+    config = replace(engine.scheduler.config, state_slots=3)
+    engine.scheduler = Scheduler(config, BlockPool(400, 16))
     for request in [LONG, *OTHERS[:8]]:
         engine.add(request)
     found: list[int] = []
@@ -125,7 +125,7 @@ def test_few_slots_bound_how_many_run(model: Path, alone: list[int]) -> None:
         outputs = engine.step().outputs
         found += [token for output in outputs if output.request_id == "long" for token in output.token_ids]
         assert engine.stats().running <= 3
-        engine._scheduler.check()
+        engine.scheduler.check()
     assert found == alone
 
 
@@ -154,7 +154,7 @@ def test_drafts_change_no_token(model: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert engine.stats().draft_tokens > engine.stats().accepted_tokens > 100
     turn = ask("turn", [*answers[3], 7, 8], 1)
     assert computed(engine, turn) <= 64
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 def test_where_steps_are_launched_ahead(model: Path, alone: list[int]) -> None:
@@ -162,7 +162,7 @@ def test_where_steps_are_launched_ahead(model: Path, alone: list[int]) -> None:
     assert tokens(engine, [*OTHERS[:16], LONG, *OTHERS[16:]])["long"] == alone
     assert computed(engine, named("probe", LONG)) <= 64
     assert tokens(engine, [named("again", LONG)])["again"] == alone
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 def test_what_cannot_run_is_refused(model: Path) -> None:

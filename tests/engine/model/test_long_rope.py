@@ -102,7 +102,7 @@ def test_tokens_are_those_of_transformers(
     again = [replace(request, request_id=f"again {request.request_id}") for request in asks]
     assert list(tokens(engine, again).values()) == list(expected.values())
     assert way != "preempted" or engine.stats().preemptions > 0
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 @pytest.mark.parametrize("delivered", [1, 11, 12, 13, 14, 20])
@@ -123,7 +123,7 @@ def test_choices_share_a_prompt_on_both_sides(
     engine.add(asks[1])
     for _ in range(16):
         engine.step()
-    assert next(iter(engine._scheduler.running)).is_long
+    assert next(iter(engine.scheduler.running)).is_long
     engine.add(replace(asks[1], request_id="fork", fork_of="1"))
     found: dict[str, list[int]] = {"1": [], "fork": []}
     while engine.has_work:
@@ -153,7 +153,7 @@ def test_drafts_end_at_the_change(
         {"draft_path": str(model)},
     ):  # from n-grams, and from the model as its own draft model
         engine = load(model, **options)
-        engine._scheduler.drafting._rows = 24
+        engine.scheduler.drafting._rows = 24
         tokens(engine, asks)
         again = [replace(request, request_id=f"again {request.request_id}") for request in asks]
         assert list(tokens(engine, again).values()) == list(expected.values())
@@ -171,10 +171,10 @@ def test_steps_that_are_launched_ahead(
     monkeypatch.setenv("LLMBOX_KERNELS", "reference")
     for options in (WAYS["batch"], WAYS["chunks"], WAYS["preempted"]):
         engine = device_engine(model, capture=FakeCapture() if graphs else None, **options)
-        while graphs and engine._runner.prepare():
+        while graphs and engine.executor.prepare():
             pass
         assert tokens(engine, asks) == expected
-        engine._scheduler.check()
+        engine.scheduler.check()
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -189,13 +189,13 @@ def test_drafts_where_steps_are_launched_ahead(
     monkeypatch.setenv("LLMBOX_KERNELS", "cpu")
     draft_at_no_price(monkeypatch)
     engine = device_engine(model, capture=FakeCapture() if graphs else None, speculate="on")
-    while graphs and engine._runner.prepare():
+    while graphs and engine.executor.prepare():
         pass
     assert tokens(engine, asks) == expected
     again = [replace(request, request_id=f"again {request.request_id}") for request in asks]
     assert list(tokens(engine, again).values()) == list(expected.values())
     assert engine.stats().accepted_tokens > 20, "what the first answers had is proposed to the second ones"
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 def test_ranks(
@@ -278,8 +278,8 @@ def test_other_contexts_change_no_token(
 def test_small_pool(model: Path, asks: list[AddRequest], expected: dict[str, list[int]]) -> None:
     """With blocks for one request, which has to leave and come back."""
     engine = load(model)
-    config = replace(engine._scheduler.config, context=64, watermark=0.0, premium_share=0.0)
-    engine._scheduler = Scheduler(config, BlockPool(4, 16))
+    config = replace(engine.scheduler.config, context=64, watermark=0.0, premium_share=0.0)
+    engine.scheduler = Scheduler(config, BlockPool(4, 16))
     assert tokens(engine, asks[:4]) == {name: expected[name] for name in "0123"}
 
 

@@ -50,7 +50,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def expected(model: Path) -> list[int]:
     """By an engine that keeps all blocks."""
     engine = load(model, dtype="float32", chunked_prefill=False)
-    assert engine._scheduler.kv_cache.windows is None
+    assert engine.scheduler.kv_cache.windows is None
     found = tokens(engine, [LONG])["long"]
     assert len(set(found)) > 5
     return found
@@ -58,18 +58,18 @@ def expected(model: Path) -> list[int]:
 
 def bounded(model: Path, **options: Any) -> Engine:
     engine = load(model, dtype="float32", **{"token_budget": 64, **options})
-    assert engine._scheduler.kv_cache.windows is not None
+    assert engine.scheduler.kv_cache.windows is not None
     return engine
 
 
 def test_long_prompts_keep_their_window_only(model: Path, expected: list[int]) -> None:
     engine = bounded(model)
-    windows, most = engine._scheduler.kv_cache.windows, 0
+    windows, most = engine.scheduler.kv_cache.windows, 0
     engine.add(LONG)
     found: list[int] = []
     while engine.has_work:
         found += [token for output in engine.step().outputs for token in output.token_ids]
-        engine._scheduler.check()
+        engine.scheduler.check()
         most = max(most, windows.pool.num_used)
     assert found == expected
     assert most * 16 < 21 + 128 + 64 + 3 * 16
@@ -93,13 +93,13 @@ def test_in_a_batch_and_cached(model: Path, expected: list[int]) -> None:
 
 def test_after_preemption_and_with_forks(model: Path, expected: list[int]) -> None:
     engine = bounded(model)
-    config = replace(engine._scheduler.config, context=640, watermark=0.0, premium_share=0.0)
-    engine._scheduler = Scheduler(config, BlockPool(37, 16))
+    config = replace(engine.scheduler.config, context=640, watermark=0.0, premium_share=0.0)
+    engine.scheduler = Scheduler(config, BlockPool(37, 16))
     fork = replace(LONG, request_id="fork", fork_of="long")
     found = tokens(engine, [*OTHERS[:2], LONG, fork, *OTHERS[2:5]])
     assert found["long"] == found["fork"] == expected
     assert engine.stats().preemptions > 0
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 def ways_to_cut(model: Path) -> dict[str, int]:
@@ -123,7 +123,7 @@ def test_ranks_that_launch_ahead_give_the_tokens_of_one(
     cut = ways_to_cut(model)
     options = {"dtype": "float32", "token_budget": 64, "memory_bytes": 512 << 20}
     with device_ranks(model, graphs=True, **cut, **options) as (engine, _):
-        assert engine._scheduler.kv_cache.windows is not None
+        assert engine.scheduler.kv_cache.windows is not None
         assert tokens(engine, [LONG, *OTHERS[:2]])["long"] == expected
 
 
@@ -137,13 +137,13 @@ def test_in_steps_that_are_launched_ahead(
     engine = device_engine(model, dtype="float32", token_budget=64, max_running=9, capture=capture)
     while engine.prepare():
         pass
-    windows = engine._scheduler.kv_cache.windows
+    windows = engine.scheduler.kv_cache.windows
     assert tokens(engine, [*OTHERS[:4], LONG, *OTHERS[4:]])["long"] == expected
     (first, *_) = run(engine, [replace(LONG, request_id="again")])["again"]
     assert first.cached_tokens >= 448
     assert capture.replays > 10
     assert windows.pool.num_used == 0
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 def test_the_plan_of_a_gpu_bounds_windows_too() -> None:
@@ -163,20 +163,20 @@ def lfm3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_windows_beside_states_know_what_comes_before_an_edit(lfm3: Path, options: dict[str, Any]) -> None:
     """A prompt goes on where its blocks, their window and a state are known, within a chunk too."""
     engine = bounded(lfm3, token_budget=256, **options)
-    assert engine._scheduler.kv_cache.states is not None
+    assert engine.scheduler.kv_cache.states is not None
     run(engine, [LONG])
     edited = ask("edited", [*LONG.prompt_ids[:210], *range(5, 295)], 8, temperature=0.8, seed=2)
     apart = tokens(bounded(lfm3, prefix_cache=False), [edited])
     outputs = run(engine, [edited])["edited"]
     assert outputs[0].cached_tokens == 192
     assert [token for output in outputs for token in output.token_ids] == apart["edited"]
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 def test_a_state_is_of_no_use_without_its_window(lfm3: Path) -> None:
     engine = bounded(lfm3)
     expected = tokens(engine, [LONG])["long"]
-    windows, turn = engine._scheduler.kv_cache.windows, replace(LONG, request_id="again")
+    windows, turn = engine.scheduler.kv_cache.windows, replace(LONG, request_id="again")
     windows.pool.free(windows.pool.allocate(windows.pool.num_available))
     outputs = run(engine, [turn])["again"]
     assert outputs[0].cached_tokens == 0
@@ -201,7 +201,7 @@ def test_drafts_change_no_token_of_windows_beside_states(lfm3: Path, monkeypatch
     assert tokens(engine, [LONG])["long"] == expected
     assert tokens(engine, [replace(LONG, request_id="again")])["again"] == expected
     assert engine.stats().draft_tokens > engine.stats().accepted_tokens > 10
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 @pytest.mark.parametrize("cut", [{"tp": 2}, {"pp": 2}], ids=str)
@@ -210,7 +210,7 @@ def test_ranks_of_windows_beside_states(
 ) -> None:
     expected = tokens(bounded(lfm3), [LONG, *OTHERS[:2]])
     ranks = load_ranks(lfm3, monkeypatch, dtype="float32", token_budget=64, **cut)
-    assert ranks._scheduler.kv_cache.windows is not None
+    assert ranks.scheduler.kv_cache.windows is not None
     assert tokens(ranks, [LONG, *OTHERS[:2]]) == expected
     assert tokens(ranks, [replace(LONG, request_id="again")])["again"] == expected["long"]
 
@@ -233,7 +233,7 @@ def test_the_plan_counts_full_attention_windows_and_states(lfm3: Path) -> None:
 def test_where_windows_are_not_bounded(model: Path) -> None:
     for options in ({"chunked_prefill": False}, {"context": 128}):
         engine = load(model, dtype="float32", **{"token_budget": 64, **options})
-        assert engine._scheduler.kv_cache.windows is None
+        assert engine.scheduler.kv_cache.windows is None
 
 
 def gemma_27b(device: Literal["cpu", "cuda"] = "cpu", **config: Any) -> MemoryPlan:

@@ -68,7 +68,7 @@ def test_a_moment_counts_for_the_innermost_timed_method(monkeypatch):
 def test_a_profile_adds_up_and_leaves_no_trace(channel):
     fake = FakeEngine()
     engine = fake.engine
-    before = [dict(vars(each)) for each in (channel, engine, engine._scheduler, engine._runner)]
+    before = [dict(vars(each)) for each in (channel, engine, engine.scheduler, engine.executor)]
     profiler = StepProfiler(engine, channel)
     assert profiler.start(60.0).is_on
     fake.add(make_request("a", 5, max_tokens=4))
@@ -82,7 +82,7 @@ def test_a_profile_adds_up_and_leaves_no_trace(channel):
     assert IDLE not in found.spans
     assert HEAD not in found.spans
     assert sum(found.spans.values()) == pytest.approx(found.seconds)
-    after = [set(vars(each)) for each in (channel, engine, engine._scheduler, engine._runner)]
+    after = [set(vars(each)) for each in (channel, engine, engine.scheduler, engine.executor)]
     assert after == [set(each) for each in before]
     assert profiler.stop() is found
 

@@ -196,7 +196,7 @@ def test_capturing_between_steps_changes_no_token(model, monkeypatch):
     engine = device_engine(model, capture=FakeCapture(), graphs_bytes=ROOM)
     captured = run(engine, [request])["a"]
     assert [o.token_ids for o in captured if o.token_ids] == [o.token_ids for o in plain if o.token_ids]
-    assert engine._runner.graphs.bytes_taken == 1
+    assert engine.executor.graphs.bytes_taken == 1
 
 
 def test_prepare_ends(model, monkeypatch):

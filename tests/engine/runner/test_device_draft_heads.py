@@ -43,7 +43,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_device(pair: Pair, **options: Any) -> Engine:
     draft = {} if pair.head is None else {"draft_path": str(pair.head)}
     engine = learned(device_engine(pair.model, speculate="auto", **draft, **options))
-    engine._scheduler.drafting._rows = 24
+    engine.scheduler.drafting._rows = 24
     return engine
 
 
@@ -66,14 +66,14 @@ def test_what_a_request_gets_is_the_same(pairs: dict[str, Pair], kind: str, name
     seen = run(engine, requests)
     for request in requests:
         assert told(seen[request.request_id]) == told(expected[request.request_id]), request
-    engine._scheduler.check()
+    engine.scheduler.check()
     drafted, accepted = counts(engine)
     assert accepted > 0
     if name == "preempted":
         assert engine.stats().preemptions > 0
     else:
         assert drafted > accepted, "both ways were taken"
-    own = engine._runner.proposers[0].executor.graphs
+    own = engine.executor.proposers[0].executor.graphs
     assert (own is not None and own._capture.replays > 0) is (graphs and kind != "medusa"), (
         "passes are graphs"
     )
@@ -104,7 +104,7 @@ def test_it_proposes_what_it_proposes_one_step_after_another(pairs: dict[str, Pa
 
 def test_all_passes_are_launched_before_the_last_drafts_are_read(pairs: dict[str, Pair]) -> None:
     engine = on_device(pairs["mtp of latents"], dtype="float32", max_running=2)
-    executor = engine._runner.proposers[0].executor
+    executor = engine.executor.proposers[0].executor
     launch, collect, calls = executor.launch, executor.collect, list[str]()
     executor.launch = lambda plan: (calls.append("launch"), launch(plan))[1]
     executor.collect = lambda handle: (calls.append("read"), collect(handle))[1]
@@ -120,7 +120,7 @@ def test_rows_of_answers_are_computed_together(
     ask_always(monkeypatch, 0)
     monkeypatch.setattr(ModelDrafting, "explore", lambda _self, _requests: None)
     engine = on_device(pairs["mtp"], max_running=1)
-    executor, passes = engine._runner.proposers[0].executor, list[int]()
+    executor, passes = engine.executor.proposers[0].executor, list[int]()
     launch = executor.launch
     executor.launch = lambda plan: passes.append(plan.num_tokens) or launch(plan)
     run(engine, [ask("a", range(5, 21), 49)])
@@ -150,8 +150,8 @@ def test_blocks_on_disk_have_the_heads_keys(
     for draft in (pair.head, pair.head, None):
         options = {} if draft is None else {"draft_path": str(draft)}
         engine = load(pair.model, dtype="float32", overlap=True, **options)
-        engine._scheduler.drafting._rows = 24
-        engine._scheduler.drafting.remember = lambda _request: None
+        engine.scheduler.drafting._rows = 24
+        engine.scheduler.drafting.remember = lambda _request: None
         outputs = run(engine, [ask("a", range(5, 65), 24)])["a"]
         seen.append((told(outputs), outputs[0].disk_tokens, engine.stats().accepted_tokens))
         engine.close()
@@ -187,7 +187,7 @@ def test_a_whole_load_and_its_steps(tmp_path: Path, kind: str, monkeypatch: pyte
         expected = run(alone, requests)
     with fake_cuda(Card(multiprocessors=2)) as cuda:
         engine = load(small, **sizes, **options)
-        (proposer,) = engine._runner.proposers
+        (proposer,) = engine.executor.proposers
         assert (engine.info.kv_bytes_per_token > alone.info.kv_bytes_per_token) is (kind != "medusa")
         assert engine.info.weights_bytes > alone.info.weights_bytes
         while engine.prepare():

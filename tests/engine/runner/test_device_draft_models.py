@@ -75,7 +75,7 @@ def test_what_a_request_gets_is_the_same(model: Path, near: Path, name: str, dra
     seen = run(engine, requests)
     for request in requests:
         assert told(seen[request.request_id]) == told(expected[request.request_id]), request
-    engine._scheduler.check()
+    engine.scheduler.check()
     stats = engine.stats()
     counts = stats.draft_methods["draft_model"]
     assert counts.draft_tokens >= counts.accepted_tokens > 0
@@ -83,7 +83,7 @@ def test_what_a_request_gets_is_the_same(model: Path, near: Path, name: str, dra
         assert counts.draft_tokens > counts.accepted_tokens, "both ways were taken"
     if name == "preempted":
         assert stats.preemptions > 0
-    (proposer,) = engine._runner.proposers
+    (proposer,) = engine.executor.proposers
     assert proposer.executor.graphs._capture.replays > 0, "passes are graphs too"
 
 
@@ -127,7 +127,7 @@ def test_it_proposes_what_it_proposes_one_pass_after_another(
     plain = learned(load(model, draft_path=str(near), overlap=False, **options))
     ahead = drafting_engine(model, near, **options)
     for engine in (plain, ahead):
-        engine._scheduler.drafting._rows = 16
+        engine.scheduler.drafting._rows = 16
     expected, seen = drafts_of(plain), drafts_of(ahead)
     for request in requests:
         name = request.request_id
@@ -139,7 +139,7 @@ def test_it_proposes_what_it_proposes_one_pass_after_another(
 
 def test_a_pass_is_launched_before_the_token_of_the_last_is_read(model: Path) -> None:
     engine = drafting_engine(model, model, max_running=2)
-    executor = engine._runner.proposers[0].executor
+    executor = engine.executor.proposers[0].executor
     launch, collect, calls = executor.launch, executor.collect, list[str]()
     executor.launch = lambda plan: (calls.append("launch"), launch(plan))[1]
     executor.collect = lambda handle: (calls.append("read"), collect(handle))[1]
@@ -150,7 +150,7 @@ def test_a_pass_is_launched_before_the_token_of_the_last_is_read(model: Path) ->
 def test_a_draft_without_a_token_proposes_none(model: Path, near: Path) -> None:
     """The pass behind it was launched: what it gives counts nowhere."""
     engine, plain = drafting_engine(model, near), device_engine(model)
-    runner = engine._runner.proposers[0].executor
+    runner = engine.executor.proposers[0].executor
     logits, passes = runner._model.logits, list[int]()
 
     def broken(hidden: Any, *others: Any) -> Any:
@@ -164,7 +164,7 @@ def test_a_draft_without_a_token_proposes_none(model: Path, near: Path) -> None:
         assert told(seen[request.request_id]) == told(expected[request.request_id])
     assert len(passes) > 6
     assert 0 < engine.stats().draft_methods["draft_model"].draft_tokens < len(passes) * 2
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -173,7 +173,7 @@ def test_ids_that_only_the_target_has_are_read_too(model: Path, near: Path, over
     last = json.loads((model / "config.json").read_text())["vocab_size"] - 1
     request = ask("a", [last, 5, 6, last, 7, last], 20)
     engine = load(model, draft_path=str(near), overlap=overlap)
-    engine._scheduler.drafting._rows = 16
+    engine.scheduler.drafting._rows = 16
     assert told(run(engine, [request])["a"]) == told(run(load(model, speculate="off"), [request])["a"])
     assert engine.stats().draft_methods["draft_model"].draft_tokens > 0
 
@@ -191,7 +191,7 @@ def test_other_targets(tmp_path: Path, near: Path, arch: str) -> None:
     seen = run(engine, requests)
     assert {name: told(each) for name, each in seen.items()} == {n: told(o) for n, o in expected.items()}
     assert engine.stats().draft_methods["draft_model"].draft_tokens > 0
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_a_whole_load_and_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         expected = run(alone, requests)
     with fake_cuda(Card(multiprocessors=2)) as cuda:
         engine = load(small, draft_path=str(small), **options)
-        (proposer,) = engine._runner.proposers
+        (proposer,) = engine.executor.proposers
         assert engine.info.kv_bytes_per_token == 2 * alone.info.kv_bytes_per_token
         assert engine.info.weights_bytes == 2 * alone.info.weights_bytes
         while engine.prepare():

@@ -49,8 +49,8 @@ def compare(engine: Engine, requests: Sequence[AddRequest], expected: Outputs) -
     seen = run(engine, requests)
     for request in requests:
         assert told(seen[request.request_id]) == told(expected[request.request_id]), request
-    engine._scheduler.check()
-    assert engine._scheduler.pool.num_used == 0
+    engine.scheduler.check()
+    assert engine.scheduler.pool.num_used == 0
     stats = engine.stats()
     assert stats.draft_tokens >= stats.accepted_tokens > 0
     return seen
@@ -141,7 +141,7 @@ def test_a_whole_load_and_its_steps(small: Path, monkeypatch: pytest.MonkeyPatch
         expected = run(load(small, speculate="off", cuda_graphs=False, **options), requests)
     with fake_cuda(Card(multiprocessors=2)) as cuda:
         engine = load(small, **options)
-        assert engine._scheduler.drafting._rows == options["token_budget"]
+        assert engine.scheduler.drafting._rows == options["token_budget"]
         while engine.prepare():
             pass
         waited, events = len(cuda.queue.waits), cuda.queue.event_waits
@@ -157,7 +157,7 @@ def test_ranks_draw_the_same(model: Path) -> None:
         expected = run(learned(engine), requests)
     with device_ranks(model, graphs=True, tp=2, speculate="on") as (engine, ranks):
         rows = ranks[0].runner._sizes.draft_rows
-        engine._scheduler.drafting._rows = rows
+        engine.scheduler.drafting._rows = rows
         seen = compare(learned(engine), requests, expected)
         assert sum(accepted(seen[f"grammar{n}"]) for n in range(4)) > 0, "workers get the masks after drafts"
 
@@ -168,7 +168,7 @@ def test_a_guess_that_breaks_the_numbers_breaks_no_answer(
 ) -> None:
     """NaN in a row: the request is computed again, without drafts."""
     engine, plain = device_engine(model, speculate="on"), device_engine(model)
-    runner, breaking = engine._runner, list[bool]()
+    runner, breaking = engine.executor, list[bool]()
     logits = runner._model.logits
 
     def broken(hidden_SE: torch.Tensor, *others: object) -> torch.Tensor:
@@ -185,4 +185,4 @@ def test_a_guess_that_breaks_the_numbers_breaks_no_answer(
     assert breaking
     assert told(seen) == told(run(plain, [request])["a"])
     assert engine.stats().draft_tokens == 0
-    engine._scheduler.check()
+    engine.scheduler.check()

@@ -54,7 +54,7 @@ class Pair:
     def load(self, **options: Any) -> Engine:
         draft = {} if self.head is None else {"draft_path": str(self.head)}
         engine = learned(load(self.model, **draft, **options))
-        engine._scheduler.drafting._rows = ROWS
+        engine.scheduler.drafting._rows = ROWS
         return engine
 
     def plain(self, **options: Any) -> Engine:
@@ -104,8 +104,8 @@ def mixed() -> list[AddRequest]:
 
 def counts(engine: Engine) -> tuple[int, int]:
     """Draft tokens of the head, and those that were accepted."""
-    (method,) = engine._scheduler.drafting.counts.keys() - {"ngram", "suffix", "grammar"}
-    found = engine._scheduler.drafting.counts[method]
+    (method,) = engine.scheduler.drafting.counts.keys() - {"ngram", "suffix", "grammar"}
+    found = engine.scheduler.drafting.counts[method]
     return found.draft_tokens, found.accepted_tokens
 
 
@@ -120,7 +120,7 @@ def test_what_a_request_gets_is_the_same(pairs: dict[str, Pair], kind: str, name
     seen = run(engine, requests)
     for request in requests:
         assert told(seen[request.request_id]) == told(expected[request.request_id]), request
-    engine._scheduler.check()
+    engine.scheduler.check()
     drafted, accepted = counts(engine)
     assert drafted > accepted > 0, "both ways were taken"
     if name == "preempted":
@@ -174,7 +174,7 @@ def test_a_head_that_knows_saves_steps(pairs: dict[str, Pair], kind: str) -> Non
 def test_a_cached_prompt_has_the_heads_keys(pairs: dict[str, Pair], kind: str) -> None:
     """A second request computes the end of its prompt alone, and drafts as the first did."""
     engine = pairs[kind].load(dtype="float32", block_size=4)
-    engine._scheduler.drafting.remember = lambda _request: None  # n-grams would know the second answer
+    engine.scheduler.drafting.remember = lambda _request: None  # n-grams would know the second answer
     request = ask("first", range(5, 65), 24)
     first = run(engine, [request])["first"]
     drafted, accepted = counts(engine)
@@ -194,7 +194,7 @@ def test_blocks_on_disk_have_the_heads_keys(
     pair = pairs[kind]
     for make in (pair.load, pair.load, pair.plain):
         engine = make(dtype="float32")
-        engine._scheduler.drafting.remember = lambda _request: None
+        engine.scheduler.drafting.remember = lambda _request: None
         outputs = run(engine, [ask("a", range(5, 65), 24)])["a"]
         seen.append((told(outputs), counts(engine) if make == pair.load else (0, 0), outputs[0].disk_tokens))
         engine.close()
@@ -225,8 +225,8 @@ def test_a_request_that_is_aborted_leaves_nothing(pairs: dict[str, Pair]) -> Non
     engine.abort("a")
     while engine.has_work:
         engine.step()
-    engine._scheduler.check()
-    assert engine._scheduler.pool.num_used == 0
+    engine.scheduler.check()
+    assert engine.scheduler.pool.num_used == 0
 
 
 def test_rows_of_answers_are_computed_together(
@@ -236,7 +236,7 @@ def test_rows_of_answers_are_computed_together(
     ask_always(monkeypatch, 0)
     monkeypatch.setattr(ModelDrafting, "explore", lambda _self, _requests: None)
     engine = pairs["mtp"].load(max_running=1)
-    head, passes = engine._scheduler.drafting._models[0].proposer.head, list[int]()
+    head, passes = engine.scheduler.drafting._models[0].proposer.head, list[int]()
     enter = head.enter
     monkeypatch.setattr(head, "enter", lambda features: passes.append(len(features)) or enter(features))
     run(engine, [ask("a", range(5, 21), 49)])
@@ -246,9 +246,9 @@ def test_rows_of_answers_are_computed_together(
 def test_nothing_is_shown_to_a_head_that_is_not_there(pairs: dict[str, Pair]) -> None:
     for options in ({"speculate": "off"}, {"mtp": "off"}):
         engine = load(pairs["mtp"].model, **options)
-        runner = getattr(engine._runner, "runner", None)
+        runner = getattr(engine.executor, "runner", None)
         assert runner is None or runner._follower is None
-        assert set(engine._scheduler.drafting.counts) == {"ngram", "suffix", "grammar"}
+        assert set(engine.scheduler.drafting.counts) == {"ngram", "suffix", "grammar"}
 
 
 def test_their_memory_is_planned(pairs: dict[str, Pair]) -> None:
@@ -274,7 +274,7 @@ def test_an_mtp_layer_takes_no_memory_that_the_model_needs(pairs: dict[str, Pair
     total += need.info.state_bytes
     engine = load(model, max_running=1, memory_bytes=total, context=64)
     assert "the MTP layer drafts no tokens: the model needs its memory" in engine.info.notes
-    assert set(engine._scheduler.drafting.counts) == {"ngram", "suffix", "grammar"}
+    assert set(engine.scheduler.drafting.counts) == {"ngram", "suffix", "grammar"}
 
 
 def changed(folder: Path, head: Path, target: Path, change: str) -> Path:
@@ -386,6 +386,6 @@ def test_a_damaged_mtp_layer_is_left_out_unless_it_is_asked_for(
     del weights["mtp.norm.weight"]
     save_file(weights, folder / "model.safetensors")
     engine = load(folder)
-    assert set(engine._scheduler.drafting.counts) == {"ngram", "suffix", "grammar"}
+    assert set(engine.scheduler.drafting.counts) == {"ngram", "suffix", "grammar"}
     with pytest.raises(ModelError, match=r"tensor 'mtp\.norm\.weight' is missing"):
         load(folder, mtp="on")

@@ -67,7 +67,7 @@ def engine_with(model, draft=None, **options: Any) -> Engine:
     speculate = "off" if draft is None else "auto"
     engine = learned(load(model, speculate=speculate, draft_path=draft and str(draft), **options))
     if draft is not None:
-        engine._scheduler.drafting._rows = ROWS
+        engine.scheduler.drafting._rows = ROWS
     return engine
 
 
@@ -121,7 +121,7 @@ def test_what_a_request_gets_is_the_same(model, near, name, drafting):
     seen = run(engine, requests)
     for request in requests:
         assert told(seen[request.request_id]) == told(expected[request.request_id]), request
-    engine._scheduler.check()
+    engine.scheduler.check()
     stats = engine.stats()
     counts = stats.draft_methods["draft_model"]
     assert stats.draft_tokens >= counts.draft_tokens >= counts.accepted_tokens > 0
@@ -156,7 +156,7 @@ def test_on_several_ranks_the_first_one_drafts(model, near, ranks):
     finish()
     for request in requests:
         assert told(seen[request.request_id]) == told(expected[request.request_id]), request
-    engine._scheduler.check()
+    engine.scheduler.check()
     counts = engine.stats().draft_methods["draft_model"]
     assert counts.draft_tokens > counts.accepted_tokens > 0
     alone, both = (engine_with(model, each, kv_tokens=512).info for each in (None, near))
@@ -166,7 +166,7 @@ def test_on_several_ranks_the_first_one_drafts(model, near, ranks):
 
 
 def without_lookups(engine):
-    engine._scheduler.drafting._take_lookups = lambda *_others: None
+    engine.scheduler.drafting._take_lookups = lambda *_others: None
     return engine
 
 
@@ -183,7 +183,7 @@ def test_a_grammars_mask_holds_for_drafts(model, limits):
 
 def test_the_draft_of_a_cached_prompt_computes_only_the_rest(model):
     engine = engine_with(model, model, block_size=4)
-    draft_model = engine._scheduler.drafting._models[0].proposer
+    draft_model = engine.scheduler.drafting._models[0].proposer
     rows = []
     runner = draft_model.executor.runner
     execute = runner.execute
@@ -222,7 +222,7 @@ def test_its_memory_is_planned(model):
 
 def test_a_draft_without_a_token_proposes_none(model, near):
     engine = engine_with(model, near)
-    runner = engine._scheduler.drafting._models[0].proposer.executor.runner
+    runner = engine.scheduler.drafting._models[0].proposer.executor.runner
     logits = runner._model.logits
     runner._model.logits = lambda hidden, *_: logits(hidden) * float("nan")
     requests = [ask("a", range(5, 30), 20)]

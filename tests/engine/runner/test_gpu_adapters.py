@@ -62,7 +62,7 @@ def requests(adapters: Sequence[Path]) -> list[AddRequest]:
 
 def on_device(model: Path, **options: Any) -> Engine:
     engine = device_engine(model, **SIZES, **options)
-    engine._scheduler.kv_cache.adapters = AdapterSlots(64, 1 << 30)
+    engine.scheduler.kv_cache.adapters = AdapterSlots(64, 1 << 30)
     return engine
 
 
@@ -78,7 +78,7 @@ def test_tokens_are_those_of_the_cpu_runner(
     monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
     capture = FakeCapture()
     engine = on_device(model, capture=capture)
-    runner = engine._runner
+    runner = engine.executor
     answers: dict[str, list[int]] = {}
     for one in requests(adapters):  # one after another: the second makes graphs anew
         answers |= tokens(engine, [one])
@@ -96,7 +96,7 @@ def test_tokens_are_those_of_the_cpu_runner(
     told = [[e.logprob for e in output.prompt_logprobs or [] if e] for output in found["b"]]
     want = [[e.logprob for e in output.prompt_logprobs or [] if e] for output in expected["b"]]
     assert [n for each in told for n in each] == pytest.approx([n for each in want for n in each], abs=1e-4)
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 def test_steps_without_adapters_are_those_of_a_model_without(
@@ -105,7 +105,7 @@ def test_steps_without_adapters_are_those_of_a_model_without(
     """They replay the model's own graphs, and nothing of adapters is made for them."""
     monkeypatch.setenv("LLMBOX_KERNELS", "reference")
     engine = on_device(model, capture=FakeCapture())
-    runner = engine._runner
+    runner = engine.executor
     made: list[object] = []
     monkeypatch.setattr(LoraTiles, "numbers", staticmethod(lambda *given: made.append(given)))
     while engine.prepare():
@@ -142,7 +142,7 @@ def test_memory_of_a_gpu_that_is_full_fails_the_request(
 ) -> None:
     monkeypatch.setenv("LLMBOX_KERNELS", "reference")
     engine = on_device(model)
-    layers = engine._runner._model.adapters
+    layers = engine.executor._model.adapters
 
     def full(*_: object) -> None:
         raise __import__("torch").OutOfMemoryError("CUDA out of memory")
@@ -188,7 +188,7 @@ def test_experts_tokens_are_those_of_the_cpu_runner(
     replays = capture.replays
     assert tokens(engine, requests(adapters)) == expected
     assert capture.replays > replays
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 @pytest.mark.slow
@@ -219,7 +219,7 @@ def test_a_loaded_gpu_serves_adapters(
         while engine.prepare():
             pass
         assert cuda.card.graphs == 4, "two sizes, with adapters and without"
-        slots = engine._scheduler.kv_cache.adapters
+        slots = engine.scheduler.kv_cache.adapters
         assert slots is not None
         held = cuda.queue.waits[:]
         assert tokens(engine, asked) == expected

@@ -41,13 +41,13 @@ def test_same_answers(model, options, seed, graphs):
     capture = FakeCapture() if graphs else None
     engine = device_engine(model, capture=capture, **options)
     if graphs:
-        while engine._runner.prepare():
+        while engine.executor.prepare():
             pass
     expected, seen = run(load(model, **options), requests), run(engine, requests)
     for request in requests:
         assert told(seen[request.request_id]) == told(expected[request.request_id])
-    engine._scheduler.check()
-    assert engine._scheduler.pool.num_used == 0
+    engine.scheduler.check()
+    assert engine.scheduler.pool.num_used == 0
     assert engine.stats().output_tokens == sum(len(told(outputs)[0]) for outputs in seen.values())
     if graphs:
         assert capture.replays > 10
@@ -85,7 +85,7 @@ def test_prompt_logprobs_come_as_late_as_tokens(model, budget, top):
     ]
     device, questions = LateDevice(), NoQuestions()
     engine = device_engine(model, device, **options)
-    runner = engine._runner
+    runner = engine.executor
     runner._forward = questions.but_for(runner._forward)  # the reference's attention looks
     runner._model.hidden = questions.but_for(runner._model.hidden)
     runner.launch_sized = questions.during(runner.launch_sized)
@@ -128,7 +128,7 @@ def test_idle_means_nothing_is_launched(model):
 
 def test_a_broken_row_fails_alone(model):
     engine = device_engine(model)
-    table = engine._runner._model.embedding.packed.weight_OI
+    table = engine.executor._model.embedding.packed.weight_OI
     with torch.inference_mode():
         table[300] = torch.nan
     good = ask("good", [5, 6, 7], 6)
@@ -146,13 +146,13 @@ def test_rows_are_reused_by_later_requests(model):
     engine = device_engine(model, **options)
     expected, seen = run(load(model, **options), requests), run(engine, requests)
     assert {n: told(o)[0] for n, o in seen.items()} == {n: told(o)[0] for n, o in expected.items()}
-    assert len(engine._runner._rows._held) <= 2
+    assert len(engine.executor._rows._held) <= 2
 
 
 def test_the_loader_makes_it_where_it_is_asked_for(model):
     requests = [ask(f"r{n}", range(n + 3, n + 20), 8, temperature=0.9, seed=n) for n in range(3)]
     engine, plain = load(model, overlap=True), load(model)
-    assert isinstance(engine._runner, GPUModelRunner)
-    assert isinstance(plain._runner, SyncExecutor)
+    assert isinstance(engine.executor, GPUModelRunner)
+    assert isinstance(plain.executor, SyncExecutor)
     assert tokens(engine, requests) == tokens(plain, requests)
     assert engine.prepare() is False

@@ -119,7 +119,7 @@ def test_blocks_that_the_device_evicts_come_back(model, tmp_path, monkeypatch, k
             seen |= run(engine, [prompt])
             while engine.prepare():
                 pass
-            write_out(engine._scheduler.kv_cache.tiers)
+            write_out(engine.scheduler.kv_cache.tiers)
         engine.close()
         assert cuda.queue.waits[waited:] == [], "nothing waits for the whole device"
     assert drawn(seen["a"]) == drawn(seen["c"]) == expected

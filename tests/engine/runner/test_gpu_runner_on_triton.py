@@ -60,8 +60,8 @@ def test_tokens_are_those_of_the_reference(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
     capture = FakeCapture()
     engine = device_engine(model, capture=capture, **options)
-    assert engine._runner._ops.sample is not None
-    assert engine._runner._ops.prepare_decode_inputs is not None
+    assert engine.executor._ops.sample is not None
+    assert engine.executor._ops.prepare_decode_inputs is not None
     engine.prepare()  # of four rows: some of them only fill up
     seen = run(engine, requests)
     for name, outputs in expected.items():

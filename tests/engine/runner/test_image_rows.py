@@ -186,7 +186,7 @@ def test_many_requests_with_pictures_wait_without_being_encoded_at_once(model):
     while engine.has_work:
         ended |= {output.request_id for output in engine.step().outputs if output.finish_reason}
         most = max(most, len(model.runner.images._levels))
-        engine._scheduler.check()
+        engine.scheduler.check()
     assert len(ended) == 20
     assert most <= 9
 

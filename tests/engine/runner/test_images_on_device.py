@@ -52,7 +52,7 @@ def test_tokens_are_those_of_the_runner_for_cpus(
     engine = device_engine(tmp_path, device, capture, **OPTIONS)
     while engine.prepare():
         pass
-    runner: Any = engine._runner
+    runner: Any = engine.executor
     runner._forward = questions.but_for(runner._forward)  # the reference's attention looks
     runner._model.hidden = questions.but_for(runner._model.hidden)
     runner.launch_sized = questions.during(runner.launch_sized)

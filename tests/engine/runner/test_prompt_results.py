@@ -97,8 +97,8 @@ def test_same_bits_alone_and_among_others(model, dtype, options):
     others = [ask(f"other {n}", range(n, n + 20), 6, temperature=0.7, seed=n) for n in range(3)]
     engine = load(model, dtype=dtype, **options)
     assert vectors(engine, [*others, *ALL]) == expected
-    engine._scheduler.check()
-    assert engine._scheduler.pool.num_used == 0
+    engine.scheduler.check()
+    assert engine.scheduler.pool.num_used == 0
 
 
 def test_a_preempted_request_is_summed_from_its_beginning(model):
@@ -107,7 +107,7 @@ def test_a_preempted_request_is_summed_from_its_beginning(model):
     engine.add(request)
     engine.step()
     engine.step()
-    engine._scheduler.active.preempt(engine._scheduler._requests[request.request_id])
+    engine.scheduler.active.preempt(engine.scheduler._requests[request.request_id])
     outputs = [output for _ in range(10) for output in engine.step().outputs]
     assert [output.vector for output in outputs] == [alone(model)[request.request_id]]
 

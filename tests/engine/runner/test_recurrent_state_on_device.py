@@ -55,7 +55,7 @@ def test_graphs_with_rows_that_only_fill_up(model: Path, expected: dict[str, lis
     engine = device_engine(model, capture=capture, **OPTIONS)
     while engine.prepare():
         pass
-    runner, questions = engine._runner, NoQuestions()
+    runner, questions = engine.executor, NoQuestions()
     runner._forward = questions.but_for(runner._forward)
     runner._model.hidden = questions.but_for(runner._model.hidden)  # the reference looks at its inputs
     runner.launch_sized = questions.during(runner.launch_sized)
@@ -66,16 +66,16 @@ def test_graphs_with_rows_that_only_fill_up(model: Path, expected: dict[str, lis
     assert found[0].cached_tokens >= 96, "the state that a graph saved of the answer"
     told = [token for output in found for token in output.token_ids]
     assert told == tokens(load(model, **OPTIONS, prefix_cache=False), [turn])["turn"]
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 def test_preempted_requests_and_few_slots(model: Path, expected: dict[str, list[int]]) -> None:
     engine = device_engine(model, **OPTIONS)
-    config = replace(engine._scheduler.config, context=112, watermark=0.0, premium_share=0.0, state_slots=5)
-    engine._scheduler = Scheduler(config, BlockPool(8, 16))
+    config = replace(engine.scheduler.config, context=112, watermark=0.0, premium_share=0.0, state_slots=5)
+    engine.scheduler = Scheduler(config, BlockPool(8, 16))
     assert tokens(engine, REQUESTS) == expected
     assert engine.stats().preemptions > 0
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 def test_a_plan_for_a_gpu_has_slots_and_may_run(model: Path) -> None:
@@ -97,6 +97,6 @@ def test_ranks(model: Path, expected: dict[str, list[int]], cut: dict[str, int])
         assert tokens(engine, REQUESTS) == expected
         assert tokens(engine, REQUESTS) == expected, "from the states that were kept"
         assert engine.stats().prefix_hits > 0
-        engine._scheduler.check()
+        engine.scheduler.check()
     assert ranks[0].capture is not None
     assert ranks[0].capture.replays > 0

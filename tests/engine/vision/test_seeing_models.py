@@ -110,10 +110,10 @@ def test_a_picture_larger_than_a_step_has_room_in_sliding_windows(tmp_path: Path
     make_vision_model(tmp_path, "gemma3")
     asked = [seeing(tmp_path, str(number), ask=40 + number) for number in range(3)]
     engine = load(tmp_path, dtype="float32", context=512, token_budget=3, max_running=3)
-    assert engine._scheduler.config.window > 0
-    assert engine._scheduler.kv_cache.windows is not None
-    pool = engine._scheduler.kv_cache.windows.pool.num_blocks
-    assert pool == pool_blocks(engine._scheduler.config.window, engine.info.block_size, 3, 3 + 9)
+    assert engine.scheduler.config.window > 0
+    assert engine.scheduler.kv_cache.windows is not None
+    pool = engine.scheduler.kv_cache.windows.pool.num_blocks
+    assert pool == pool_blocks(engine.scheduler.config.window, engine.info.block_size, 3, 3 + 9)
     plain = load(tmp_path, dtype="float32", context=512)
     assert tokens(engine, asked) == {
         each.request_id: tokens(plain, [each])[each.request_id] for each in asked

@@ -56,7 +56,7 @@ def test_a_picture_that_cannot_be_encoded_ends_its_requests_alone(
 ) -> None:
     make_vision_model(tmp_path, "qwen3_vl")
     engine = load_ranks(tmp_path, monkeypatch, tp=2, **OPTIONS)
-    tower = engine._runner.runner.images
+    tower = engine.executor.runner.images
     encode = tower._encoder.encode
 
     def fail(_image: Any) -> Any:

@@ -156,7 +156,7 @@ def test_tokens_are_those_of_the_request_alone(
         found = tokens(engine, requests(three))
         assert found == alone, way
         assert tokens(engine, requests(three)) == alone, ("cached", way)
-        engine._scheduler.check()
+        engine.scheduler.check()
     resumed = [replace(request, output_ids=alone[request.request_id][:3]) for request in requests(three)]
     found = tokens(load(qwen, **weights, max_running=33), resumed)
     assert found == {name: answer[3:] for name, answer in alone.items()}
@@ -176,12 +176,12 @@ class CountedSlots(AdapterSlots):
 def test_more_adapters_than_fit_take_turns(qwen: Path, three: list[Path]) -> None:
     expected = tokens(load(qwen, dtype="float32", max_running=33), requests(three))
     engine = fp32(qwen, max_running=33)
-    slots = engine._scheduler.kv_cache.adapters = CountedSlots(1, 1 << 30)
+    slots = engine.scheduler.kv_cache.adapters = CountedSlots(1, 1 << 30)
     assert tokens(engine, requests(three)) == expected
     (resident,) = engine.stats().adapters
     assert resident in {folder.name for folder in three}
     assert slots.loaded >= 3
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 def test_a_cached_prefix_is_of_one_adapter(qwen: Path, three: list[Path]) -> None:
@@ -209,7 +209,7 @@ def test_ranks_have_their_slices(
 ) -> None:
     some = requests(three)[:9]
     engine = load_ranks(qwen, monkeypatch, dtype="float32", **options)
-    engine._scheduler.kv_cache.adapters = AdapterSlots(2, 1 << 30)
+    engine.scheduler.kv_cache.adapters = AdapterSlots(2, 1 << 30)
     assert tokens(engine, some) == tokens(fp32(qwen), some)
 
 
@@ -223,8 +223,8 @@ def test_a_rank_that_alone_cannot_load_fails_the_request(
 ) -> None:
     """Also one that sends no results; others, and the same adapter once it can be read, are served."""
     engine = load_ranks(qwen, monkeypatch, dtype="float32", **options)
-    engine._scheduler.kv_cache.adapters = AdapterSlots(4, 1 << 30)
-    layers = engine._runner.runner.shares[broken].runner._model.adapters
+    engine.scheduler.kv_cache.adapters = AdapterSlots(4, 1 << 30)
+    layers = engine.executor.runner.shares[broken].runner._model.adapters
     read = layers._read
     asked = [
         adapted(three[0], ask("bad", PROMPT, 4)),
@@ -245,7 +245,7 @@ def test_a_rank_that_alone_cannot_load_fails_the_request(
         assert [token for output in found[name] for token in output.token_ids] == expected[name]
     monkeypatch.setattr(layers, "_read", read)
     assert tokens(engine, asked) == expected
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 def test_saved_modules_are_sliced_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def test_saved_modules_are_sliced_too(tmp_path: Path, monkeypatch: pytest.Monkey
     make_adapter(hf_model(model), tmp_path / "a", modules_to_save=["embed_tokens", "lm_head"])
     asked = [adapted(tmp_path / "a", ask("a", PROMPT, NEW)), ask("base", PROMPT, NEW)]
     engine = load_ranks(model, monkeypatch, dtype="float32", tp=2, pp=2)
-    engine._scheduler.kv_cache.adapters = AdapterSlots(2, 1 << 30)
+    engine.scheduler.kv_cache.adapters = AdapterSlots(2, 1 << 30)
     assert tokens(engine, asked) == tokens(fp32(model), asked)
 
 
@@ -288,7 +288,7 @@ def test_an_adapter_that_vanished_fails_its_own_requests(
 ) -> None:
     folder = write_adapter(tmp_path / "gone", plain_tensors())
     engine = fp32(qwen)
-    slots = engine._scheduler.kv_cache.adapters
+    slots = engine.scheduler.kv_cache.adapters
     assert slots is not None
     slots.admit(str(folder), read_adapter(folder).nbytes)
     (folder / "adapter_model.safetensors").unlink()

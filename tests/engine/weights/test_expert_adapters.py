@@ -108,7 +108,7 @@ def test_ranks_have_their_slices(
 ) -> None:
     some = requests(three)[:5]
     engine = load_ranks(qwen, monkeypatch, dtype="float32", **options)
-    engine._scheduler.kv_cache.adapters = AdapterSlots(4, 1 << 30)
+    engine.scheduler.kv_cache.adapters = AdapterSlots(4, 1 << 30)
     assert tokens(engine, some) == tokens(load(qwen, dtype="float32"), some)
 
 
@@ -150,7 +150,7 @@ def test_single_experts_are_those_of_all_in_one_tensor(
     found = tokens(load(qwen, dtype="float32"), [*asked, ask("base", PROMPT, NEW)])
     assert found["single"] == found["fused"] != found["base"]
     engine = load_ranks(qwen, monkeypatch, dtype="float32", tp=2, expert_parallel=True)
-    engine._scheduler.kv_cache.adapters = AdapterSlots(4, 1 << 30)
+    engine.scheduler.kv_cache.adapters = AdapterSlots(4, 1 << 30)
     assert tokens(engine, asked) == {name: found[name] for name in ("single", "fused")}
 
 

@@ -140,7 +140,7 @@ def test_answers_depend_on_the_request_alone(model, expected, options, graphs, m
     assert {name: told(outputs) for name, outputs in seen.items()} == {
         name: told(outputs) for name, outputs in expected.items()
     }
-    engine._scheduler.check()
+    engine.scheduler.check()
     if "kv_tokens" in options:
         assert engine.stats().preemptions > 0
 
@@ -335,7 +335,7 @@ def test_the_kernels_of_a_gpu_draw_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMBOX_KERNELS", "triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
     engine = learned(device_engine(small, **options))
-    assert engine._runner._ops.sample is not None
+    assert engine.executor._ops.sample is not None
     seen = run(engine, requests)
     assert {name: told(outputs) for name, outputs in seen.items()} == {
         name: told(outputs) for name, outputs in wanted.items()

@@ -190,7 +190,7 @@ def test_a_new_engine_drafts_from_the_answers_of_the_last_one(tmp_path, monkeypa
     answers = []
     for _ in range(2):
         engine = load(model, speculate="on")
-        loaded(engine._scheduler.drafting.answers.stores, "")
+        loaded(engine.scheduler.drafting.answers.stores, "")
         outputs = run(engine, [request])["a"]
         answers.append([token for output in outputs for token in output.token_ids])
         accepted.append(engine.stats().accepted_tokens)

@@ -32,8 +32,8 @@ def _kernels(monkeypatch):
 def engine_with(model, speculate: str, **options: Any) -> Engine:
     engine = learned(load(model, speculate=speculate, **options))
     if speculate == "on":
-        assert engine._scheduler.drafting._rows > 0
-        engine._scheduler.drafting._rows = ROWS
+        assert engine.scheduler.drafting._rows > 0
+        engine.scheduler.drafting._rows = ROWS
     return engine
 
 
@@ -97,9 +97,9 @@ def test_what_a_request_gets_is_the_same(model, name):
     seen = run(engine, requests)
     for request in requests:
         assert told(seen[request.request_id]) == told(expected[request.request_id]), request
-    engine._scheduler.check()
+    engine.scheduler.check()
     stats = engine.stats()
-    assert engine._scheduler.pool.num_used == 0
+    assert engine.scheduler.pool.num_used == 0
     assert stats.output_tokens == sum(len(told(outputs)[0]) for outputs in seen.values())
     assert stats.draft_tokens > stats.accepted_tokens > 0, "both ways were taken"
     assert stats.draft_methods["grammar"].accepted_tokens > 0
@@ -183,7 +183,7 @@ def test_a_request_that_another_engine_resumes_goes_on_exactly(model, cut):
 def test_a_guess_that_breaks_the_numbers_breaks_no_answer(model):
     """NaN in a draft's row: the request is computed again, without drafts."""
     engine, plain = engine_with(model, "on"), engine_with(model, "off")
-    runner = engine._runner.runner
+    runner = engine.executor.runner
     hidden = runner._model.hidden
     breaking = []
 
@@ -201,7 +201,7 @@ def test_a_guess_that_breaks_the_numbers_breaks_no_answer(model):
     assert breaking
     assert told(seen) == told(run(plain, [request])["a"])
     assert engine.stats().draft_tokens == 0
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 @pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}], ids=["shards", "stages"])
@@ -221,7 +221,7 @@ def test_ranks_verify_drafts_as_one_process_does(tmp_path, arch, ranks):
     stats = engine.stats()
     assert stats.draft_tokens > stats.accepted_tokens > 0
     assert stats.draft_methods["grammar"].accepted_tokens > 0
-    engine._scheduler.check()
+    engine.scheduler.check()
 
 
 @pytest.mark.parametrize(
