@@ -199,6 +199,16 @@ def test_a_note_begins_with_its_result(page):
     assert result.startswith("**Result: ") or page.name == "README.md"
 
 
+def test_every_part_that_a_benchmark_renews_is_in_one_note():
+    scripts = "".join(path.read_text("utf-8") for path in (ROOT / "tests/bench").glob("*.py"))
+    parts = re.findall(r'renew\("(\w+)"', scripts) + re.findall(r'"--part", default="(\w+)"', scripts)
+    notes = "".join(path.read_text("utf-8") for path in (ROOT / "docs/notes").glob("*.md"))
+    assert len(parts) == 4
+    for part in parts:
+        assert notes.count(f"<!-- measured {part} -->\n") == 1, part
+    assert notes.count("<!-- measured ") == notes.count("<!-- end measured -->")
+
+
 @pytest.mark.parametrize("folder", ["docs", "docs/notes", "docs/decisions"])
 def test_the_index_lists_every_page(folder):
     index = (ROOT / folder / "README.md").read_text("utf-8")
