@@ -94,7 +94,8 @@ def test_every_dialect_and_every_route_with_a_body_is_in_the_matrix():
 
 
 SHAPES = (ROOT / "docs/shapes.md").read_text("utf-8")
-ARCHITECTURE = (ROOT / "docs/architecture.md").read_text("utf-8") + SHAPES
+STATE = (ROOT / "docs/sequence-state.md").read_text("utf-8")
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text("utf-8") + STATE + SHAPES
 NAMES = sorted(set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", ARCHITECTURE, flags=re.DOTALL))))
 
 
