@@ -207,7 +207,7 @@ def shorten(text: str, name: str) -> str:
 
 def names_of(options: str) -> str:
     names = re.findall(r"^  (--\S+(?: / --\S+)?)", options, re.MULTILINE)
-    return textwrap.fill(", ".join(names), 96, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return textwrap.indent(textwrap.fill(", ".join(names), 94, break_on_hyphens=False), "  ")
 
 
 PARTS: dict[str, Callable[[], str]] = {
