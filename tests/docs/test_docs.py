@@ -9,7 +9,10 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
+import click
 import pytest
+
+from llmbox.app.cli.root import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md")])
@@ -176,6 +179,30 @@ def test_options_named_in_backticks_exist(page):
     assert {option for text in named for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)} <= (
         known | FOREIGN_OPTIONS
     )
+
+
+def commands_in(text):
+    """Words of each `llmbox` command in blocks of code and in backticks, without its comment."""
+    blocks = "".join(re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).replace("\\\n", " ")
+    found = re.findall(r"^(?:\$ )?(?:sudo (?:-u \w+ )?)?llmbox (.*)", blocks, re.MULTILINE)
+    found += re.findall(r"`llmbox ([^`\n]+)`", text)
+    for command in found:
+        yield re.split(r"\s#|  +\w|[|>&]", command.replace("…", ""))[0].split()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_have_the_options_that_the_page_gives_them(page):
+    for words in commands_in(page.read_text("utf-8")):
+        command, context = cli, click.Context(cli, **cli.context_settings)
+        given = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
+        for word in words:
+            inner = command.get_command(context, word) if isinstance(command, click.Group) else None
+            if inner is not None:
+                command, context = inner, click.Context(inner, parent=context, info_name=word)
+        known = [*command.get_params(context), *cli.get_params(context)]
+        options = {name for each in known for name in (*each.opts, *each.secondary_opts)}
+        assert command is not cli or given or words[:1] in ([], ["is"], ["(CLI)"]), words
+        assert set(given) <= options, words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
