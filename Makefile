@@ -72,7 +72,7 @@ pictures: .venv/dev ## llmbox top into docs/images, every page of the panel into
 	$(BIN)/python packaging/top_pictures.py
 	$(BIN)/python packaging/panel_pictures.py $(ARGS)
 
-bench: .venv/dev ## benchmarks of this tree; takes long, writes docs/performance.md
+bench: .venv/dev ## benchmarks of this tree; takes long, writes docs/notes
 	$(BIN)/python tests/bench/scenarios.py
 	$(BIN)/python -P tests/bench/all_layers.py
 	$(BIN)/python tests/bench/burst.py --write

@@ -5,6 +5,7 @@ Each part stands between `<!-- begin NAME -->` and `<!-- end -->`; everything el
 
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -29,6 +30,8 @@ from llmbox.app.http.server.request import StrictRequest
 from llmbox.app.text.output.format_table import OUTPUT_FORMATS
 
 DOCS = Path(__file__).parents[1] / "docs"
+EVERY_COMMAND = re.compile(r"^  (?:--data-dir DIR|--config FILE|-h, --help) .*\n(?:   .*\n)*", re.MULTILINE)
+SETTINGS = re.compile(r"^(Network|Model):\n((?:  .*\n?)+)", re.MULTILINE)
 PART = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -191,7 +194,20 @@ def help_of(command: click.Command, name: str) -> str:
     # As if called through the program, whose settings (`-h`) commands inherit.
     program = click.Context(cli, info_name="llmbox", **cli.context_settings)
     with click.Context(command, info_name=name, parent=program, terminal_width=100) as context:
-        return command.get_help(context)
+        return shorten(command.get_help(context), name)
+
+
+def shorten(text: str, name: str) -> str:
+    """Leave out the options of every command and, but for `up`, what `up` says of settings."""
+    text = EVERY_COMMAND.sub("", text + "\n")
+    if name != "up":
+        text = SETTINGS.sub(lambda match: f"{match[1]}, as for llmbox up:\n{names_of(match[2])}\n", text)
+    return re.sub(r"\n\nOptions:\n(?=\n|$)", "\n", text).rstrip()
+
+
+def names_of(options: str) -> str:
+    names = re.findall(r"^  (--\S+(?: / --\S+)?)", options, re.MULTILINE)
+    return textwrap.indent(textwrap.fill(", ".join(names), 94, break_on_hyphens=False), "  ")
 
 
 PARTS: dict[str, Callable[[], str]] = {

@@ -56,7 +56,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         ".server.share:share",
         "Let other devices on your network use this machine's models; --off ends it.",
     ),
-    "key": (".admin.key:key", "Manage API keys: make, list, rotate, revoke."),
+    "key": (".admin.key:key", "Manage API keys: create, list, rotate, revoke."),
     "requests": (".admin.requests:requests", "Read the request log, follow it, cancel a request."),
     "why": (".admin.replay:why", "Show where the time of one request went."),
     "replay": (".admin.replay:replay", "Simulate past scheduling, also with other limits."),
@@ -82,7 +82,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 SECTIONS: Final = {
-    "The first day": ("up", "run", "search", "pull", "top", "down"),
+    "Getting started": ("up", "run", "search", "pull", "top", "down"),
     "Models": (
         *("ls", "show", "fit", "ps", "load", "unload", "pin", "unpin", "alias", "lora"),
         *("adopt", "import", "quantize", "rm", "df"),

@@ -133,7 +133,7 @@ def _resolve_id(
     if match is None:
         raise CliError(
             f"{text!r} does not name a model",
-            "a name is builtin, a directory, org/name[@revision], or a short name such as qwen3:4b",
+            "a model is builtin, a directory, a GGUF file, org/name[@revision], or a name like qwen3:4b",
             f"{likely_id(text) or did_you_mean(text, _all_names(environ, names, memory))}"
             "see what is on disk: llmbox ls; what suits this machine: llmbox search",
             Exit.USAGE if "/" in text else Exit.NOT_FOUND,

@@ -6,7 +6,7 @@ Starts a daemon of its own in a temporary folder on a free port. Every request o
 a second process asks `/health` all the while, over a TCP connection that stays open and over new ones to
 the unix socket in turn (new TCP connections are refused above `limits.connections`, as the others are).
 The exit code is 1 where a request ended otherwise than in 200, or in 429 or 503 with Retry-After. `--write`
-puts the table into docs/performance.md.
+puts the table into docs/notes/overload.md.
 """
 
 import argparse
@@ -25,7 +25,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-PAGE = Path(__file__).parents[2] / "docs/performance.md"
+sys.path.insert(0, str(Path(__file__).parent))
+
+from scenarios import renew
+
 PAUSE = 0.005
 """Seconds from one answer of `/health` to the next question."""
 BEFORE = 200
@@ -173,12 +176,6 @@ def table(
         figures = f"{p50 * 1e3:.1f} / {p99 * 1e3:.1f} / {ordered[-1] * 1e3:.1f} ms of {len(ordered)}"
         lines.append(f"| `/health`, {kind}: p50 / p99 / longest | {figures} |")
     return "\n".join(lines) + "\n\n"
-
-
-def renew(part: str, text: str) -> None:
-    begin, end = f"<!-- measured {part} -->\n", "<!-- end measured -->"
-    before, _, rest = PAGE.read_text("utf-8").partition(begin)
-    PAGE.write_text(f"{before}{begin}{text}{end}{rest.partition(end)[2]}", "utf-8")
 
 
 if __name__ == "__main__":

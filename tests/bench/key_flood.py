@@ -5,7 +5,7 @@
 Starts a daemon of its own in a temporary folder on a free port. One key keeps so many requests open. Now
 short requests come, one after another: with the flood's own key, which waits behind the flood as everybody
 would in one queue for all, with another key of the same class, and with a premium key. `--write` puts the
-table into docs/performance.md.
+table into docs/notes/overload.md.
 """
 
 import argparse
@@ -18,7 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from urllib.parse import urlsplit
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from scenarios import renew
 
 PATIENCE = 300.0
 ANSWER = 200
@@ -44,8 +49,6 @@ def main() -> None:
     text = table(options, delays)
     print(text)
     if options.write:
-        from scenarios import renew
-
         renew("key_flood", text)
 
 

@@ -6,7 +6,7 @@ Starts a daemon of its own with the built-in model, and chromium. Every load beg
 size of a page is that of the page itself and of all files that it needs, compressed as sent; data that its
 charts fetch afterwards stands beside it. First paint is the browser's own first-contentful-paint, from the
 click on. The exit code is 1 where a page is larger than 60 kB; times are reported only. `--write` puts the
-table into docs/performance.md.
+table into docs/notes/dashboards.md.
 """
 
 import argparse
@@ -24,8 +24,9 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "packaging"), str(ROOT / "tests"), str(Path(__file__).parent)]
 
-from burst import llmbox, renew
+from burst import llmbox
 from panel_pictures import FLAGS, PAGES
+from scenarios import renew
 
 from support.browser import CHROMIUM
 

@@ -1,4 +1,4 @@
-"""`make bench`: every scenario of `llmbox bench` on a fresh daemon, tables into docs/performance.md.
+"""`make bench`: every scenario of `llmbox bench` on a fresh daemon, tables into docs/notes/scenarios.md.
 
     python -P tests/bench/scenarios.py [--model builtin] [--scale full] [--rounds 5] [--part NAME] [--dry]
 
@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/performance.md"
+NOTES = ROOT / "docs/notes"
 
 
 def main() -> None:
@@ -27,9 +27,9 @@ def main() -> None:
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--scale", default="full")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--part", default="scenarios_builtin", help="which part of the page to renew")
+    parser.add_argument("--part", default="scenarios_builtin", help="which part of the notes to renew")
     parser.add_argument("--ids", default="300:1500")
-    parser.add_argument("--dry", action="store_true", help="print the tables, leave the page alone")
+    parser.add_argument("--dry", action="store_true", help="print the tables, leave the notes alone")
     options = parser.parse_args()
     results = measure(options)
     table = heading(options) + "\n".join(map(section, results))
@@ -83,10 +83,11 @@ def section(result: dict) -> str:
 
 
 def renew(part: str, table: str) -> None:
-    text = PAGE.read_text("utf-8")
-    pattern = re.compile(rf"(<!-- measured {part} -->\n).*?(<!-- end measured -->)", re.DOTALL)
-    assert pattern.search(text), f"{PAGE.name} has no part {part}"
-    PAGE.write_text(pattern.sub(lambda match: match[1] + table + match[2], text), "utf-8")
+    """Write a table between the marks of its part, in the note that has them."""
+    begin, end = f"<!-- measured {part} -->\n", "<!-- end measured -->"
+    (page,) = [page for page in NOTES.glob("*.md") if begin in page.read_text("utf-8")]
+    before, _, rest = page.read_text("utf-8").partition(begin)
+    page.write_text(before + begin + table + end + rest.partition(end)[2], "utf-8")
 
 
 if __name__ == "__main__":

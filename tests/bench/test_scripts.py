@@ -1,4 +1,4 @@
-"""Every benchmark with options starts by the command that its docstring and docs/performance.md name."""
+"""Every benchmark with options starts by the command that its docstring and the documentation name."""
 
 import subprocess
 import sys

@@ -9,7 +9,10 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
+import click
 import pytest
+
+from llmbox.app.cli.root import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md")])
@@ -94,7 +97,8 @@ def test_every_dialect_and_every_route_with_a_body_is_in_the_matrix():
 
 
 SHAPES = (ROOT / "docs/shapes.md").read_text("utf-8")
-ARCHITECTURE = (ROOT / "docs/architecture.md").read_text("utf-8") + SHAPES
+STATE = (ROOT / "docs/sequence-state.md").read_text("utf-8")
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text("utf-8") + STATE + SHAPES
 NAMES = sorted(set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", ARCHITECTURE, flags=re.DOTALL))))
 
 
@@ -177,6 +181,30 @@ def test_options_named_in_backticks_exist(page):
     )
 
 
+def commands_in(text):
+    """Words of each `llmbox` command in blocks of code and in backticks, without its comment."""
+    blocks = "".join(re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).replace("\\\n", " ")
+    found = re.findall(r"^(?:\$ )?(?:sudo (?:-u \w+ )?)?llmbox (.*)", blocks, re.MULTILINE)
+    found += re.findall(r"`llmbox ([^`\n]+)`", text)
+    for command in found:
+        yield re.split(r"\s#|  +\w|[|>&]", command.replace("…", ""))[0].split()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_have_the_options_that_the_page_gives_them(page):
+    for words in commands_in(page.read_text("utf-8")):
+        command, context = cli, click.Context(cli, **cli.context_settings)
+        given = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
+        for word in words:
+            inner = command.get_command(context, word) if isinstance(command, click.Group) else None
+            if inner is not None:
+                command, context = inner, click.Context(inner, parent=context, info_name=word)
+        known = [*command.get_params(context), *cli.get_params(context)]
+        options = {name for each in known for name in (*each.opts, *each.secondary_opts)}
+        assert command is not cli or given or words[:1] in ([], ["is"], ["(CLI)"]), words
+        assert set(given) <= options, words
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_settings_named_in_commands_exist(page):
     known = set(
@@ -197,6 +225,16 @@ def test_a_note_begins_with_its_result(page):
     title, _, result = page.read_text("utf-8").splitlines()[:3]
     assert title.startswith("# ")
     assert result.startswith("**Result: ") or page.name == "README.md"
+
+
+def test_every_part_that_a_benchmark_renews_is_in_one_note():
+    scripts = "".join(path.read_text("utf-8") for path in (ROOT / "tests/bench").glob("*.py"))
+    parts = re.findall(r'renew\("(\w+)"', scripts) + re.findall(r'"--part", default="(\w+)"', scripts)
+    notes = "".join(path.read_text("utf-8") for path in (ROOT / "docs/notes").glob("*.md"))
+    assert len(parts) == 4
+    for part in parts:
+        assert notes.count(f"<!-- measured {part} -->\n") == 1, part
+    assert notes.count("<!-- measured ") == notes.count("<!-- end measured -->")
 
 
 @pytest.mark.parametrize("folder", ["docs", "docs/notes", "docs/decisions"])

@@ -38,7 +38,7 @@ def completion(context: click.Context, shell: str) -> None:
 def config() -> None:
     """Show and change settings.
 
-    Settings live in one TOML file. Precedence: flag, LLMBOX_SECTION_KEY variable, user file, system file,
+    Settings are in one TOML file. Precedence: flag, LLMBOX_SECTION_KEY variable, user file, system file,
     default.
     """
 

@@ -61,18 +61,18 @@ def connect(
     if client == "mcp":
         if model is not None:
             raise CliError(
-                "--model does not go with mcp", "a tool names the model", "leave it out", Exit.USAGE
+                "--model does not apply to mcp", "the assistant names the model", "leave it out", Exit.USAGE
             )
         _connect_mcp(program, assistant, write=write, as_json=as_json, quiet=quiet)
         return
     if assistant is not None:
         text = f"{client} takes no further name"
-        raise CliError(text, "mcp alone does", f"llmbox connect mcp {assistant}", Exit.USAGE)
+        raise CliError(text, "only mcp does", f"llmbox connect mcp {assistant}", Exit.USAGE)
     if client is None:
         if write or model is not None:
             given = "--write" if write else f"--model {model}"
             raise CliError(
-                "which client?", f"{given} needs one", f"llmbox connect CLIENT {given}", Exit.USAGE
+                "no client is named", f"{given} needs one", f"llmbox connect CLIENT {given}", Exit.USAGE
             )
         _list(as_json=as_json, quiet=quiet)
         return
@@ -111,7 +111,7 @@ def _connect_mcp(program: Program, name: str | None, *, write: bool, as_json: bo
     if name is None:
         if write:
             fix = "llmbox connect mcp ASSISTANT --write"
-            raise CliError("which assistant?", "--write needs one", fix, Exit.USAGE)
+            raise CliError("no assistant is named", "--write needs one", fix, Exit.USAGE)
         _list_assistants(program, as_json=as_json, quiet=quiet)
         return
     guide = MCP_PROGRAMS[name]

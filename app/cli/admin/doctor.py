@@ -249,7 +249,7 @@ def migrate(program: Program) -> None:
     try:
         open_database(path).dispose()
     except StoreError as error:
-        raise CliError("the file stays as it is", str(error), "update llmbox", Exit.CONFLICT) from error
+        raise CliError("the database was not migrated", str(error), "update llmbox", Exit.CONFLICT) from error
     with open_file(path) as connection:
         after = schema_of(connection)
     output.say(f"The schema is {after}" + (" already." if before == after else f"; it was {before}."))

@@ -176,7 +176,7 @@ def read_prices(text: str, gpus: tuple[GpuModel, ...]) -> dict[str, float]:
             price = -1.0
         if not 0 < price < 1e9:
             raise click.BadParameter(
-                f"{part.strip()!r}: write NAME=PRICE, a price above 0 for a card an hour",
+                f"{part.strip()!r}: write NAME=PRICE, PRICE is that of one GPU per hour, above 0",
                 param_hint="--price",
             )
         found[model.name] = price

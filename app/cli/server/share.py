@@ -121,7 +121,7 @@ def _own_address(text: str, found: Sequence[NetworkAddress]) -> NetworkAddress:
     there = ", ".join(each.address for each in found) or "none"
     raise CliError(
         f"{text[:64]} is not a network address of this machine",
-        f"there are: {there}",
+        f"its addresses are: {there}",
         "llmbox share listens on all of them",
         Exit.USAGE,
     )
@@ -160,7 +160,7 @@ def _require_file_decides(program: Program) -> None:
             raise CliError(
                 f"{name} cannot be changed",
                 f"the variable {origins[name].place} sets it",
-                f"unset {origins[name].place}, then again",
+                f"unset {origins[name].place}, then try again",
                 Exit.CONFLICT,
             )
 

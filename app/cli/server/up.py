@@ -67,8 +67,8 @@ def up(
 ) -> None:
     """Start the daemon in the background and wait until it is ready.
 
-    A second start changes nothing. A MODEL is builtin, a directory, org/name, or a short name such as
-    qwen3:4b; a model that is not on this disk is downloaded first, after asking.
+    A second start changes nothing. A MODEL is builtin, a directory, a GGUF file, org/name, or a short name
+    such as qwen3:4b. A model that is not on this disk is downloaded first, after asking.
     """
     given_flags = read_flags(flags)
     alias = checked_alias(alias)
@@ -266,8 +266,8 @@ def serve(
 ) -> None:
     """Run the daemon in the foreground, for systemd, containers and debugging.
 
-    A MODEL is builtin, a directory, or org/name from the Hugging Face cache. SIGTERM lets open requests
-    finish, a second one stops at once, SIGHUP reads the configuration again.
+    A MODEL is builtin, a directory, a GGUF file, or org/name from the Hugging Face cache. SIGTERM lets
+    open requests finish, a second one stops at once, SIGHUP reads the configuration again.
     """
     from ...daemon.run import DaemonOptions, run_daemon
     from ...lifecycle.instance import already_running, find_running

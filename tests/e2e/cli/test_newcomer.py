@@ -146,7 +146,7 @@ def test_llmbox_alone_says_where_one_is_and_what_comes_next(box: Box):
     assert "Models in memory: builtin" in after.out
     assert "llmbox top" in after.out
     sections = re.findall(r"^([A-Z][^:]+):$", box.run("--help").out, re.MULTILINE)
-    assert sections[:3] == ["Options", "The first day", "Models"]
+    assert sections[:3] == ["Options", "Getting started", "Models"]
 
 
 def test_a_request_fetches_a_recommended_model_where_the_owner_allows_it(box: Box, hub: StubHub):

@@ -1,4 +1,4 @@
-"""What an engine process takes beside weights and KV: 300 MB at most, as docs/performance.md says."""
+"""What an engine process takes beside weights and KV: at most 300 MB (docs/notes/start-and-memory.md)."""
 
 import asyncio
 from pathlib import Path
