@@ -87,7 +87,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._body_bytes = 0
         self._refused = False
         self._open_cycles: list[RequestResponseCycle] = []
-        """Exchanges without a whole answer. uvicorn knows the last one only; pipelined ones wait behind it."""
+        """Exchanges without a whole answer, in order. uvicorn knows the last one only."""
         self._lingers: asyncio.TimerHandle | None = None
 
     # ---- connection
@@ -158,7 +158,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(400, "The request is not valid HTTP.", "bad_request"))
 
     def _parse(self, data: memoryview) -> int | None:
-        """Parse bytes. Returns where a request ends that offers another protocol, None at the end of `data`."""
+        """Parse bytes. Returns the end of a request that offers another protocol, None where none does."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
