@@ -119,7 +119,7 @@ class HubHttpClient:
             request.add_header("Range", f"bytes={start}-{'' if end is None else end - 1}")
         opener = urllib.request.build_opener(redirects, ConnectionHandler(self._wires))
         try:
-            with opener.open(request, timeout=self._timeout) as response:
+            with _open(opener, request, self._timeout) as response:
                 yield _answer(response, redirects.etag)
         except urllib.error.HTTPError as error:
             with error:
@@ -133,7 +133,11 @@ class HubHttpClient:
         with self.get(url, what, start=start, end=end) as answer:
             wanted = limit + 1 if end is None else end - start
             skip = start - answer.start
+            if skip < 0:
+                raise errors.HubError("hub_error", f"{what} is not as expected", "another range arrived")
             data = answer.body.read(skip + wanted)[skip:]
+        if end is not None and len(data) < wanted:
+            raise errors.HubError("hub_error", f"{what} is not as expected", f"{len(data)} of {wanted} bytes")
         if end is None and len(data) > limit:
             raise errors.HubError("hub_error", f"{what} is not as expected", f"more than {limit} bytes")
         return data
@@ -168,18 +172,30 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return following
 
 
+def _open(opener: urllib.request.OpenerDirector, request: urllib.request.Request, timeout: float) -> Any:
+    try:
+        return opener.open(request, timeout=timeout)
+    except ValueError as error:  # a redirect to what is no URL
+        raise urllib.error.URLError(str(error)) from None
+
+
 def _answer(response: http.client.HTTPResponse, etag: str | None) -> HubResponse:
     start, total = 0, None
     if response.status == 206:
         unit, _, rest = (response.headers.get("Content-Range") or "").partition(" ")
         span, _, size = rest.partition("/")
         first = span.partition("-")[0]
-        if unit != "bytes" or not first.isdecimal():
+        offset, total = _number(first), _number(size)
+        if unit != "bytes" or offset is None:
             raise http.client.HTTPException("a partial answer without its range")
-        start, total = int(first), int(size) if size.isdecimal() else None
-    elif (length := response.headers.get("Content-Length", "")).isdecimal():
-        total = int(length)
+        start = offset
+    else:
+        total = _number(response.headers.get("Content-Length", ""))
     return HubResponse(response, start, total, etag or _etag(response.headers))
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
 def _etag(headers: Message) -> str | None:

@@ -5,9 +5,8 @@ import base64
 import binascii
 import hashlib
 import time
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import unquote_to_bytes
@@ -19,7 +18,7 @@ from llmbox.engine.model_config.vision.config import VisionConfig
 
 from ..config.settings import LimitSettings
 from ..errors import ApiError
-from ..sandbox.pool import WAIT_SECONDS, WorkerPool, workers_busy
+from ..sandbox.pool import WorkerPool
 from ..sandbox.worker import ATTACHED, to_frame
 from ..util.threads import off_loop
 from .source import SECONDS as FETCH_SECONDS
@@ -96,10 +95,7 @@ class ImageReader:
     def __init__(self) -> None:
         self.open_bytes = 0
         """Pixels that `ImageLease` counts."""
-        self._shares: dict[str, asyncio.Semaphore] = {}
-        """Share of the workers by caller, while it has images to decode."""
-        self._decoding: Counter[str] = Counter()
-        self._pool = WorkerPool("image_worker", WORKERS, SECONDS)
+        self._pool = WorkerPool("image_worker", WORKERS, SECONDS, MOST_WORKERS_PER_CALLER)
         self._kept: OrderedDict[bytes, DecodedImage] = OrderedDict()
         self._size = 0
 
@@ -171,33 +167,13 @@ class ImageReader:
             self._kept.move_to_end(key)
             return kept
         frame = await asyncio.to_thread(to_frame, job | {ATTACHED: data})
-        async with self._share(caller):
+        async with self._pool.share(caller):
             reply = await self._pool.answer_frame(frame)
         if "error" in reply:
             raise ValueError(reply["error"])
         decoded = _decoded(reply)
         self._keep(key, decoded)
         return decoded
-
-    @asynccontextmanager
-    async def _share(self, caller: str) -> AsyncIterator[None]:
-        """Wait until few enough images of the caller are with the workers. Raises ApiError 503."""
-        share = self._shares.setdefault(caller, asyncio.Semaphore(MOST_WORKERS_PER_CALLER))
-        self._decoding[caller] += 1
-        try:
-            try:
-                async with asyncio.timeout(WAIT_SECONDS):
-                    await share.acquire()
-            except TimeoutError:
-                raise workers_busy() from None
-            try:
-                yield
-            finally:
-                share.release()
-        finally:
-            self._decoding[caller] -= 1
-            if not self._decoding[caller]:
-                del self._decoding[caller], self._shares[caller]
 
     def _keep(self, key: bytes, decoded: DecodedImage) -> None:
         if key in self._kept:  # another request has decoded it meanwhile

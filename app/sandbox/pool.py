@@ -15,8 +15,8 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections import OrderedDict
-from collections.abc import Coroutine
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from llmbox.engine.hardware.proc import read_state
@@ -46,10 +46,14 @@ class WorkerPool:
     """Pool that belongs to one event loop. `close` leaves no process behind."""
 
     def __init__(
-        self, module: str, size: int, seconds: tuple[float, ...] = (ATTEMPT_SECONDS, SECOND_ATTEMPT_SECONDS)
+        self,
+        module: str,
+        size: int,
+        seconds: tuple[float, ...] = (ATTEMPT_SECONDS, SECOND_ATTEMPT_SECONDS),
+        most_per_caller: int = 1,
     ) -> None:
         """Create an empty pool. `module` lies under `llmbox.app.sandbox` and runs as a program
-        (`worker.py`). `seconds`: time of each attempt.
+        (`worker.py`). `seconds`: time of each attempt. `most_per_caller`: jobs of one caller within `share`.
         """
         self._module = module
         self._seconds = seconds
@@ -57,6 +61,10 @@ class WorkerPool:
         self._idle: list[Process] = []
         self._busy: set[Process] = set()
         self._waiting = 0
+        self._most_per_caller = most_per_caller
+        self._shares: dict[str, asyncio.Semaphore] = {}
+        """Share of the workers by caller, while it has jobs."""
+        self._jobs: Counter[str] = Counter()
 
     async def answer(self, job: bytes) -> dict[str, Any]:
         """Return the worker's answer, or an object with `error`. Raises ApiError 503 where no worker lasts or
@@ -76,6 +84,26 @@ class WorkerPool:
         finally:
             self._slots.release()
         raise _no_worker()
+
+    @contextlib.asynccontextmanager
+    async def share(self, caller: str) -> AsyncIterator[None]:
+        """Wait until few enough jobs of the caller are with the workers. Raises ApiError 503."""
+        share = self._shares.setdefault(caller, asyncio.Semaphore(self._most_per_caller))
+        self._jobs[caller] += 1
+        try:
+            try:
+                async with asyncio.timeout(WAIT_SECONDS):
+                    await share.acquire()
+            except TimeoutError:
+                raise workers_busy() from None
+            try:
+                yield
+            finally:
+                share.release()
+        finally:
+            self._jobs[caller] -= 1
+            if not self._jobs[caller]:
+                del self._jobs[caller], self._shares[caller]
 
     async def _wait_for_slot(self) -> None:
         if self._waiting >= MOST_WAITING:
@@ -276,13 +304,15 @@ class GrammarPool(WorkerPool):
         self._replies: OrderedDict[bytes, dict[str, str]] = OrderedDict()
         """Latest replies by digest of the job: agents send the same tools with every request."""
 
-    async def compile_grammars(self, grammars: list[dict[str, Any]], param: str) -> str:
+    async def compile_grammars(self, grammars: list[dict[str, Any]], param: str, caller: str = "") -> str:
         """Compile grammars for `SamplingParams.grammar`. Raises ApiError 400 with `param` for grammars that
-        no text can follow, or that take too much.
+        no text can follow, or that take too much. One job of a caller is with the worker at a time.
         """
         job = json.dumps({"grammars": grammars}).encode()
         digest = hashlib.sha256(job).digest()
-        reply = self._replies.get(digest) or await self.answer(job)
+        if (reply := self._replies.get(digest)) is None:
+            async with self.share(caller):
+                reply = await self.answer(job)
         if "error" in reply:
             why = " ".join(reply["error"].split())
             raise ApiError(

@@ -105,7 +105,9 @@ async def prepare_chat(
     thinking = await _thinking(body, parsing, model)
     warnings += budget_warnings(body.thinking_token_budget, thinking)
     params = replace(params, thinking=thinking)
-    params, unchecked = await add_grammar(params, answer, calls, model, call.gateway, call.limits)
+    params, unchecked = await add_grammar(
+        params, answer, calls, model, call.gateway, call.limits, call.caller.tenant
+    )
     warnings += unchecked
     prompt, images = await encode_chat(model, rendered, decoded)
     check_prompts([prompt], "messages", model)

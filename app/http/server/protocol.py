@@ -86,6 +86,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """Received bytes of the body in progress, framing included."""
         self._body_bytes = 0
         self._refused = False
+        self._open_cycles: list[RequestResponseCycle] = []
+        """Exchanges without a whole answer, in order. uvicorn knows the last one only."""
         self._lingers: asyncio.TimerHandle | None = None
 
     # ---- connection
@@ -101,6 +103,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._disconnect_cycles()
         self._limiter.release(self)
         self._expect(None)
         self._unset_keepalive_if_required()
@@ -146,15 +149,24 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect(self._limits.header_timeout)
 
     def _feed(self, data: bytes) -> None:
+        rest = memoryview(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            if not self._refused:
-                self._decline_upgrade(data[upgrade.args[0] :])
+            while (end := self._parse(rest)) is not None and not self._refused:
+                self._decline_upgrade()
+                rest = rest[end:]
         except httptools.HttpParserError:
             self._refuse(ApiError(400, "The request is not valid HTTP.", "bad_request"))
 
-    def _decline_upgrade(self, rest: bytes) -> None:
+    def _parse(self, data: memoryview) -> int | None:
+        """Parse bytes. Returns the end of a request that offers another protocol, None where none does."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            offset: int = upgrade.args[0]
+            return offset
+        return None
+
+    def _decline_upgrade(self) -> None:
         """Parse the request again without its `Upgrade`: the parser takes the body for another protocol.
 
         Java's HttpClient offers h2c with every request, bodies included.
@@ -166,7 +178,7 @@ class LimitedProtocol(HttpToolsProtocol):
             if name != b"upgrade":
                 head += [name, b": ", value, b"\r\n"]
         self.parser = httptools.HttpRequestParser(self)
-        self._feed(b"".join((*head, b"\r\n", rest)))
+        self.parser.feed_data(b"".join((*head, b"\r\n")))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -199,6 +211,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._expect(self._limits.body_timeout)
         self._state.refresh_date()
         super().on_headers_complete()
+        self._open_cycles = [each for each in self._open_cycles if not each.response_complete]
+        self._open_cycles.append(self.cycle)
         scope: Any = self.scope
         scope["extensions"] = {**self._extensions, WRITER: partial(_write_part, self.cycle)}
 
@@ -284,10 +298,15 @@ class LimitedProtocol(HttpToolsProtocol):
             lines = [f"{name.lower()}: {value}\r\n" for name, value in headers.items()]
             head = "".join((*lines, "connection: close\r\n\r\n")).encode("latin-1")
             self.transport.write(STATUS_LINE[error.status] + head + body)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        self._disconnect_cycles()
         self._close_gently()
+
+    def _disconnect_cycles(self) -> None:
+        """Tell the application that nobody reads its answers any more."""
+        for cycle in self._open_cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def _close_gently(self) -> None:
         """End our side; read on and discard until the client has closed too, or for `_LINGER` seconds."""

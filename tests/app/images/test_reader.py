@@ -113,7 +113,7 @@ async def test_slow_pictures_of_one_caller_leave_a_worker_to_others(monkeypatch)
         assert not any(task.done() for task in slow)
         go_on.set()
         await asyncio.gather(*slow)
-        assert not images._shares
+        assert not images._pool._shares
 
 
 def test_crops_are_pictures_of_their_own_with_places_of_their_own():

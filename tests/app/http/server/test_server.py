@@ -178,6 +178,17 @@ async def test_offers_of_other_protocols_lose_nothing(extra: str) -> None:
             writer.close()
 
 
+async def test_many_offers_of_other_protocols_in_one_packet_are_all_answered() -> None:
+    async with running() as server:
+        head = server.get("/health").removesuffix(b"\r\n")
+        offer = head + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+        reader, writer = await server.connect()
+        writer.write(offer * 2000)
+        for _ in range(2000):
+            await asyncio.wait_for(reader.readuntil(b'{"status":"ok"}'), 90)
+        writer.close()
+
+
 async def test_an_early_answer_survives_a_large_upload() -> None:
     async with running(body_bytes=2000) as server:
         body = b"a" * 1_000_0
@@ -188,15 +199,31 @@ async def test_an_early_answer_survives_a_large_upload() -> None:
         assert answer.startswith(b"HTTP/1.1 413 ")
 
 
+@pytest.mark.parametrize("pipelined", ["", "/health"])
 @pytest.mark.parametrize("path", ["/stream", "/answer"])
-async def test_a_client_that_leaves_stops_the_work(path: str) -> None:
+async def test_a_client_that_leaves_stops_the_work(path: str, pipelined: str) -> None:
     hanging = Hanging()
     async with running(hanging.handlers) as server:
         _, writer = await server.connect()
-        writer.write(server.get(path))
+        writer.write(server.get(path) + (server.get(pipelined) if pipelined else b""))
         await asyncio.wait_for(hanging.entered.wait(), 90)
         writer.transport.abort()
         await asyncio.wait_for(hanging.stopped.wait(), 90)
+
+
+async def test_bad_syntax_behind_a_request_stops_its_work_without_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hanging = Hanging()
+    async with running(hanging.handlers) as server:
+        reader, writer = await server.connect()
+        writer.write(server.get("/answer"))
+        await asyncio.wait_for(hanging.entered.wait(), 90)
+        writer.write(server.get("/health") + b"NONSENSE\r\n\r\n")
+        assert await asyncio.wait_for(reader.read(), 90) == b""
+        await asyncio.wait_for(hanging.stopped.wait(), 90)
+        writer.close()
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("path", ["/stream", "/answer"])

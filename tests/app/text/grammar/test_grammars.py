@@ -1,5 +1,6 @@
 """Grammars are checked where they can do no harm; what passes compiles in an engine."""
 
+import asyncio
 import time
 from dataclasses import replace
 
@@ -173,3 +174,19 @@ async def test_a_grammar_is_checked_once(monkeypatch):
     for number in range(MOST_REPLIES):
         await pool.compile_grammars(grammars(regex(f"a{number}")), "x")
     assert len(pool._replies) == MOST_REPLIES
+
+
+async def test_a_flood_of_one_caller_delays_another_by_one_grammar(monkeypatch):
+    pool, order = GrammarPool(), []
+
+    async def attempt(frame, seconds):
+        order.append(b"theirs" in frame)
+        await asyncio.sleep(0)
+        return {"grammar": "g"}
+
+    monkeypatch.setattr(pool, "_try", attempt)
+    flood = [pool.compile_grammars(grammars(regex(f"a{each}")), "x", "flooder") for each in range(9)]
+    other = pool.compile_grammars(grammars(regex("theirs")), "x", "other")
+    await asyncio.gather(*flood, other)
+    assert order.index(True) == 1
+    assert not pool._shares
