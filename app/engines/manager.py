@@ -171,8 +171,8 @@ class EngineManager:
         config, supervisor = loading.config, loading.supervisor
         path = Path(config.model_path)
         try:
-            # A task of its own: before Python 3.11.3 one whose TaskGroup failed counts as cancelled, and the next
-            # asyncio.timeout in it, that of `stop`, would end the load without its error.
+            # A task of its own: one whose TaskGroup failed counts as cancelled, and before Python 3.11.3 the
+            # next asyncio.timeout in it, that of `stop`, would end the load without its error.
             text = await asyncio.create_task(self._load_parts(loading, path))
         except BaseExceptionGroup as failures:
             self._texts.release(path)

@@ -109,7 +109,7 @@ def _how_to_apply(program: Program, row: SettingSpec, pid: int) -> str:
         kept = {}
     if kept.get("origin") in {"flag", "env"}:
         place = printable(kept["place"])
-        return f"The running daemon was started with {place}, which overrides the file: llmbox down, llmbox up"
+        return f"The daemon was started with {place}, which overrides the file: llmbox down, then llmbox up"
     return f"Apply it: kill -HUP {pid}" if row.live else "Apply it: llmbox restart"
 
 
