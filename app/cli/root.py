@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -245,10 +246,18 @@ def cli(context: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None, program: Program | None = None) -> None:
     """Run the command and exit the process with its exit code."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
             stream.reconfigure(errors="replace")  # a bar or an answer in letters that this locale lacks
     sys.exit(run(arguments, program or Program()))
+
+
+def _open_closed_streams() -> None:
+    """Open standard streams that the caller has closed (`<&-`, cron): Python leaves None in their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - until the exit
 
 
 def run(arguments: Sequence[str] | None, program: Program) -> int:
@@ -277,13 +286,21 @@ def run(arguments: Sequence[str] | None, program: Program) -> int:
         output.print_error(_not_utf8(error))
         return Exit.USAGE
     except (StdoutClosed, BrokenPipeError):
-        # Point stdout elsewhere, or Python complains at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return Exit.OK
     except OSError as error:  # of the disk, permissions, names: nothing that a traceback would explain
         output.print_error(_of_os_error(error))
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_stdout()
         return Exit.FAILED
     return code if isinstance(code, int) else Exit.OK
+
+
+def _drop_stdout() -> None:
+    """Point stdout elsewhere, or Python complains at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _not_utf8(error: UnicodeEncodeError) -> CliError:
@@ -302,5 +319,7 @@ def _of_os_error(error: OSError) -> CliError:
         errno.ENAMETOOLONG: "give a shorter name",
     }
     why = error.strerror or str(error)
+    if error.filename is None and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return CliError("stdout cannot be written", why, "make room where it goes to")
     fix = fixes.get(error.errno or 0, "llmbox doctor checks folders, disks and permissions")
     return CliError("a file cannot be used", f"{error.filename}: {why}" if error.filename else why, fix)

@@ -85,15 +85,24 @@ def build(values: Mapping[str, Scalar]) -> Settings:
 
 def read_file(path: Path) -> dict[str, tuple[Scalar, int | None]]:
     """Read the checked values of one TOML file with their lines. An absent file is empty."""
+    return parse(read_text(path), path)
+
+
+def read_text(path: Path) -> str:
+    """Read a settings file, with or without a byte order mark. An absent file is empty. Raises CliError."""
     try:
-        text = path.read_text("utf-8")
+        return path.read_text("utf-8-sig")
     except FileNotFoundError:
-        return {}
+        return ""
     except PermissionError as error:
-        raise CliError(f"cannot read {path}", "Permission denied", elsewhere(path), Exit.DENIED) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise CliError(f"cannot read {path}", str(error), "fix or remove the file", Exit.USAGE) from error
-    return parse(text, path)
+        fix = f"let this user read it, or {elsewhere(path)}"
+        raise CliError(f"cannot read {path}", "Permission denied", fix, Exit.DENIED) from error
+    except UnicodeDecodeError as error:
+        why = f"it is not UTF-8: {error}"
+        raise CliError(f"cannot read {path}", why, "save it as UTF-8, or remove it", Exit.USAGE) from error
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise CliError(f"cannot read {path}", why, "fix or remove the file", Exit.USAGE) from error
 
 
 def parse(text: str, path: Path) -> dict[str, tuple[Scalar, int | None]]:
@@ -304,7 +313,7 @@ TEMPLATE_HEAD = """\
 
 def set_value(path: Path, row: SettingSpec, value: Scalar) -> None:
     """Write one checked value. Raises CliError if the file was invalid before."""
-    text = path.read_text("utf-8") if path.exists() else ""
+    text = read_text(path)
     parse(text, path)
     document = tomlkit.parse(text)
     section, _, attribute = row.name.partition(".")
@@ -322,7 +331,7 @@ def remove_value(path: Path, row: SettingSpec) -> None:
     """Remove a key from the file, so that its default holds again; an absent key is not an error."""
     if row.name not in read_file(path):
         return
-    document = tomlkit.parse(path.read_text("utf-8"))
+    document = tomlkit.parse(read_text(path))
     section, _, attribute = row.name.partition(".")
     table = document[section]
     assert isinstance(table, MutableMapping)  # `read_file` let nothing else pass

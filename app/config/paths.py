@@ -167,12 +167,16 @@ def expand_home(path: Path) -> Path:
     try:
         return path.expanduser()
     except RuntimeError:
-        raise CliError(
-            f"{path} is not a path here",
-            "there is no such user, or HOME is not set",
-            "set HOME, or write the whole path",
-            Exit.NOT_FOUND,
-        ) from None
+        raise _without_home(path) from None
+
+
+def _without_home(path: Path) -> CliError:
+    return CliError(
+        f"{path} is not a path here",
+        "there is no such user, or HOME is not set",
+        "set HOME, or write the whole path",
+        Exit.NOT_FOUND,
+    )
 
 
 def find_paths(data_dir: Path | None = None, config: Path | None = None) -> Paths:
@@ -181,8 +185,10 @@ def find_paths(data_dir: Path | None = None, config: Path | None = None) -> Path
         root = expand_home(data_dir).absolute()
         paths = Paths(root / "config.toml", SYSTEM_CONFIG, root, root / "state", root / "cache", root / "run")
     else:
-        expand_home(Path("~"))  # platformdirs would raise another error
-        paths = _platform_paths()
+        try:
+            paths = _platform_paths()
+        except RuntimeError:  # HOME and the user database name no absolute path
+            raise _without_home(Path("~")) from None
     if config is None:
         return paths
     return Paths(

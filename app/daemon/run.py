@@ -93,12 +93,11 @@ def _cannot_listen(server: ServerSettings, error: OSError) -> CliError:
             "llmbox up --port 7411",
             Exit.DENIED,
         )
-    return CliError(
-        f"cannot listen on {server.host}:{server.port}",
-        error.strerror or str(error),
-        "llmbox doctor",
-        Exit.FAILED,
-    )
+    why, fix = error.strerror or str(error), "llmbox doctor"
+    if error.errno == errno.EADDRNOTAVAIL:
+        why = "no network interface of this machine has this address"
+        fix = "ip address lists them; --host 127.0.0.1 always works"
+    return CliError(f"cannot listen on {server.host}:{server.port}", why, fix, Exit.FAILED)
 
 
 def holder_of(port: int) -> str | None:

@@ -142,7 +142,8 @@ def check_files(_: Program) -> Iterator[Finding]:
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
-        yield Finding("open files", "failed", f"at most {hard}", f"raise the limit: ulimit -Hn {LEAST_FILES}")
+        fix = f"raise the hard limit to {LEAST_FILES}: as root, in /etc/security/limits.conf, or LimitNOFILE="
+        yield Finding("open files", "failed", f"at most {hard}", fix)
     else:
         yield Finding(
             "open files", "ok", "unlimited" if hard == resource.RLIM_INFINITY else f"at most {hard}"

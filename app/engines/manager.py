@@ -168,13 +168,12 @@ class EngineManager:
         return loading.task
 
     async def _load(self, loading: _Loading) -> LoadedModel:
-        """Load engine and tokenizer in parallel, the slower first. The first failure ends both."""
         config, supervisor = loading.config, loading.supervisor
         path = Path(config.model_path)
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._start(loading))
-                text = group.create_task(self._load_text_beside(supervisor, path))
+            # A task of its own: one whose TaskGroup failed counts as cancelled, and before Python 3.11.3 the
+            # next asyncio.timeout in it, that of `stop`, would end the load without its error.
+            text = await asyncio.create_task(self._load_parts(loading, path))
         except BaseExceptionGroup as failures:
             self._texts.release(path)
             error = _as_api_error(failures.exceptions[0])
@@ -189,7 +188,7 @@ class EngineManager:
         finally:
             del self._loading[config.name]
         now = time.time()
-        loaded_text = _with_warnings(config.name, text.result(), supervisor)
+        loaded_text = _with_warnings(config.name, text, supervisor)
         model = LoadedModel(
             name=config.name,
             aliases=loading.aliases,
@@ -206,6 +205,13 @@ class EngineManager:
         self._loaded[config.name] = model
         self._has_served = True
         return model
+
+    async def _load_parts(self, loading: _Loading, path: Path) -> TextModel:
+        """Load engine and tokenizer in parallel, the slower first. The first failure ends both."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._start(loading))
+            text = group.create_task(self._load_text_beside(loading.supervisor, path))
+        return text.result()
 
     async def _start(self, loading: _Loading) -> None:
         supervisor, config = loading.supervisor, loading.config

@@ -73,7 +73,7 @@ def device_bandwidth(
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(file, msgspec.json.encode(probes))
     except OSError as error:
-        log.warning("the memory probe is not kept: %s cannot be written (%s)", file, error.strerror)
+        log.info("the memory probe is not kept: %s cannot be written (%s)", file, error.strerror)
     return probed
 
 

@@ -4,6 +4,7 @@ Each part is computed when a command first asks for it.
 """
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,15 +120,19 @@ class Program:
         self, models: Sequence[str], alias: str | None, flags: "Mapping[str, Scalar]"
     ) -> "list[ModelRequest]":
         """Return the models to load: the named ones, else those of `server.models`. Raises CliError when one
-        is not on disk.
+        is not on disk, or has a name that cannot be served.
         """
+        from ..models.catalog import check_name
         from ..models.load_request import ModelRequest, with_draft_path
 
         options = {name: value for name, value in flags.items() if name.startswith("model.")}
         options = with_draft_path(options, self.resolve)
         texts = models or self.settings(flags).settings.server.models
         require_single(texts, alias)
-        return [ModelRequest(self.resolve(text), alias, options) for text in texts]
+        found = [ModelRequest(self.resolve(text), alias, options) for text in texts]
+        for each in found:
+            check_name(each.served_name, f"llmbox adopt {shlex.quote(each.ref.load_ref)} --name NAME")
+        return found
 
 
 def require_single(models: Sequence[str], value: str | None, option: str = "--alias") -> None:

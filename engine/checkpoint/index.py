@@ -95,6 +95,11 @@ def no_weights(directory: Path) -> str:
             f"{directory} has weights only as {pickles[0]}, a pickle that could run code and is not opened: "
             "get the model's safetensors version or convert it"
         )
+    for file in (directory / SINGLE, directory / INDEX):
+        if file.is_symlink():
+            return (
+                f"{file} is a link to {shown(str(file.readlink()))}, which is missing: fetch the model again"
+            )
     return f"{directory}: neither {SINGLE} nor {INDEX} is there; fetch the model again"
 
 

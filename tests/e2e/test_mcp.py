@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -11,13 +12,13 @@ import httpx2
 import pytest
 
 from llmbox.app.mcp.tools import TOOLS
-from support.cli_box import PATIENCE, Box
+from support.cli_box import PATIENCE, Box, box
 from support.deferred_module import DeferredModule
 from support.panel_box import panel
 
 mcp = DeferredModule("mcp")
 
-__all__ = ["panel"]
+__all__ = ["box", "panel"]
 pytestmark = pytest.mark.slow
 
 INFER = {"list_models", "list_requests", "ask_model"}
@@ -45,6 +46,23 @@ async def over_stdio(box: Box):
 
 async def names(client: "mcp.Client") -> set[str]:
     return {tool.name for tool in (await client.list_tools()).tools}
+
+
+def test_ctrl_c_ends_it_quietly(box: Box):
+    """A thread that holds the lock of stdin would make the interpreter abort."""
+    child = subprocess.Popen(
+        box.command("mcp"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=box.environ,
+    )
+    child.stdin.write(b'{"jsonrpc": "2.0", "id": 1, "method": "ping"}\n')
+    child.stdin.flush()
+    assert json.loads(child.stdout.readline())["id"] == 1
+    child.send_signal(signal.SIGINT)
+    assert (child.wait(PATIENCE), child.stderr.read().strip()) == (130, b"")
+    child.stdin.close()
 
 
 def text(result) -> str:

@@ -1,6 +1,7 @@
 """Dashboard application: receives messages, keeps the state, sends actions to the daemon."""
 
 import asyncio
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -106,6 +107,8 @@ class Dashboard(App[None]):
         return bool(self.state.lost)
 
     def on_mount(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP):  # else the terminal keeps the dashboard's modes
+            asyncio.get_running_loop().add_signal_handler(number, self.exit, None, 128 + number)
         self._feed.start()
         self.set_interval(1.0, self._refresh_age)
 

@@ -63,7 +63,7 @@ def top(
     replay: Path | None,
     remote: str | None,
     key_file: Path | None,
-) -> None:
+) -> int:
     """Watch this machine: devices, models, requests, memory, log, and a chat. `?` shows the keys."""
     given = {"--once": once, "--mock": mock, "--record": record, "--replay": replay, "--remote": remote}
     _check_options({**given, "--json": as_json, "--seed": seed, "--key-file": key_file})
@@ -79,9 +79,9 @@ def top(
         )
         if once:
             _print_once(api, as_json=as_json)
-            return
+            return Exit.OK
         source = "demo" if mock else "replay" if replay else "recording" if record else ""
-        _run(api, program.paths.state_dir / "top.json", theme, source, url, read_only=read_only)
+        return _run(api, program.paths.state_dir / "top.json", theme, source, url, read_only=read_only)
 
 
 _EXCLUSIVE: Final = (
@@ -149,7 +149,7 @@ def _open(
     return api, url
 
 
-def _run(api: "Api", file: Path, theme: str | None, source: str, url: str, *, read_only: bool) -> None:
+def _run(api: "Api", file: Path, theme: str | None, source: str, url: str, *, read_only: bool) -> int:
     from .app import Dashboard  # noqa: PLC0415
     from .rendering import NAMES, read_choice, remember_choice  # noqa: PLC0415
 
@@ -162,7 +162,7 @@ def _run(api: "Api", file: Path, theme: str | None, source: str, url: str, *, re
                 Exit.USAGE,
             )
         remember_choice(file, theme)
-    Dashboard(
+    dashboard = Dashboard(
         api,
         read_only=read_only or source == "replay",
         ascii_only=_is_ascii(),
@@ -171,7 +171,9 @@ def _run(api: "Api", file: Path, theme: str | None, source: str, url: str, *, re
         once=source == "replay",
         theme=theme or read_choice(file),
         remember=lambda name: remember_choice(file, name),
-    ).run()
+    )
+    dashboard.run()
+    return dashboard.return_code or Exit.OK
 
 
 def _is_ascii() -> bool:

@@ -13,7 +13,7 @@ from ...config.settings import SettingSpec, schema
 from ...errors import CliError, Exit
 from ...lifecycle.instance import find_running
 from ...lifecycle.program import Command, Program, json_option, pass_program
-from ...util.formatting import format_setting
+from ...util.formatting import format_setting, printable
 from .. import output
 from ..root import CommandGroup
 
@@ -98,7 +98,19 @@ def set_(program: Program, key: str, value: str) -> None:
     if loaded.origins[row.name].source in {"env", "flag"}:
         output.say(f"Note: {loaded.origins[row.name]} overrides the file.")
     if (running := find_running(program.paths)) is not None:
-        output.say(f"Apply it: kill -HUP {running.pid}" if row.live else "Apply it: llmbox restart")
+        output.say(_how_to_apply(program, row, running.pid))
+
+
+def _how_to_apply(program: Program, row: SettingSpec, pid: int) -> str:
+    """Describe how the running daemon takes a new value of its file. A restart keeps the daemon's flags."""
+    try:
+        kept = program.client.get("/admin/api/config")["settings"].get(row.name, {})
+    except CliError:  # it starts, stops or hangs
+        kept = {}
+    if kept.get("origin") in {"flag", "env"}:
+        place = printable(kept["place"])
+        return f"The daemon was started with {place}, which overrides the file: llmbox down, then llmbox up"
+    return f"Apply it: kill -HUP {pid}" if row.live else "Apply it: llmbox restart"
 
 
 @config.command()

@@ -330,9 +330,11 @@ def _read_lines() -> "asyncio.Queue[bytes | None]":
     loop = asyncio.get_running_loop()
 
     def read() -> None:
-        while line := sys.stdin.buffer.readline(LONGEST_LINE):
-            if line.strip():
-                loop.call_soon_threadsafe(lines.put_nowait, line)
+        # A file of its own: the interpreter aborts at its end if a thread holds the lock of sys.stdin.
+        with open(0, "rb", closefd=False) as stdin:
+            while line := stdin.readline(LONGEST_LINE):
+                if line.strip():
+                    loop.call_soon_threadsafe(lines.put_nowait, line)
         loop.call_soon_threadsafe(lines.put_nowait, None)
 
     threading.Thread(target=read, name="mcp stdin", daemon=True).start()

@@ -199,6 +199,8 @@ def _print(state: DatabaseState) -> None:
         output.write(f"  {formatting.printable(finding)}")
     if not state.sound:
         output.say("A daemon that starts moves a damaged file aside and begins a new one: llmbox restart")
+    elif state.schema is not None and state.schema > (state.newest_schema or ""):
+        output.say("A newer llmbox wrote it: update llmbox, or move the file away to begin a new log.")
     elif state.schema != state.newest_schema:
         output.say("Its schema is older than this version's: llmbox db migrate, or start the daemon.")
 

@@ -45,8 +45,10 @@ def why(program: Program, *, request_id: str | None, as_json: bool) -> None:
 
 
 def _last(program: Program) -> str:
-    rows = program.client.get("/admin/api/requests?limit=1")["requests"]
-    if not rows:
+    answer = program.client.get("/admin/api/requests?limit=1")
+    if answer["problem"]:
+        raise CliError("no request can be looked up", answer["problem"], log=program.client.log_file)
+    if not (rows := answer["requests"]):
         raise CliError("no finished request is in the log", fix="llmbox run MODEL, or any request to the API")
     return str(rows[0]["id"])
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -166,12 +167,14 @@ def adopt(program: Program, *, paths: tuple[Path, ...], name: str | None, as_jso
             raise CliError(
                 "--name names one folder", f"{paths[0]} holds several models", "leave it out", Exit.USAGE
             )
-        found = [type(found[0])(check_name(name), found[0].path, is_cache=False)]
+        found = [type(found[0])(check_name(name, "choose another"), found[0].path, is_cache=False)]
     for each in found:
         if each.is_cache:
             program.registry.adopt_cache(each.path)
         else:
-            program.registry.adopt_directory(check_name(each.name), each.path)
+            program.registry.adopt_directory(
+                check_name(each.name, f"llmbox adopt {shlex.quote(str(each.path))} --name NAME"), each.path
+            )
     if as_json:
         rows = [{"name": each.name, "path": str(each.path), "cache": each.is_cache} for each in found]
         output.write_json("adopt", {"adopted": rows})

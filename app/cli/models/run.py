@@ -140,7 +140,14 @@ def choose_model(program: Program) -> str:
 def _piped() -> str:
     """Read text from a pipe or a file; other kinds of stdin (/dev/null, a socket) may never end."""
     mode = os.fstat(sys.stdin.fileno()).st_mode
-    return sys.stdin.read().strip() if stat.S_ISFIFO(mode) or stat.S_ISREG(mode) else ""
+    if not stat.S_ISFIFO(mode) and not stat.S_ISREG(mode):
+        return ""
+    try:
+        return sys.stdin.buffer.read().decode().strip()
+    except UnicodeDecodeError as error:
+        raise CliError(
+            "stdin is not UTF-8 text", str(error), "give an image with --image", Exit.USAGE
+        ) from None
 
 
 class ChatSession:

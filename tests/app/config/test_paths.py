@@ -117,9 +117,17 @@ def test_an_own_folder_is_not_blamed_on_a_variable(tmp_path: Path, monkeypatch: 
     assert "HOME" not in elsewhere(tmp_path / "box")
 
 
-def test_without_a_home_the_next_step_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As in a container whose user has no entry in /etc/passwd."""
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+@pytest.mark.parametrize("home", [None, "", "home/of/nobody"])
+def test_without_a_home_the_next_step_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str | None
+):
+    """As in a container whose user has no entry in /etc/passwd: HOME is missing, empty or relative."""
+    for name in ("CONFIG_HOME", "DATA_HOME", "STATE_HOME", "CACHE_HOME"):
+        monkeypatch.delenv(f"XDG_{name}", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    monkeypatch.delenv("HOME", raising=False)
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
     with pytest.raises(CliError, match="~ is not a path") as caught:
         find_paths()
     assert "set HOME" in caught.value.fix

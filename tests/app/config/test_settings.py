@@ -110,6 +110,26 @@ def test_a_wrong_file_is_told_with_file_line_and_nearest_key(
     assert hint in error.why
 
 
+def test_files_of_windows_editors_are_read(paths: Paths):
+    paths.config_file.write_bytes(b"\xef\xbb\xbf[server]\r\nport = 5\r\n")
+    assert load_settings(paths, {}, {}).settings.server.port == 5
+    set_value(paths.config_file, schema()["log.level"], "debug")
+    assert load_settings(paths, {}, {}).settings.server.port == 5
+    paths.config_file.write_bytes("[server]".encode("utf-16"))
+    assert "save it as UTF-8" in error_of(paths).fix
+
+
+def test_a_file_that_may_not_be_read_is_to_be_made_readable(paths: Paths, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(CliError) as caught:
+        load_settings(paths, {}, {})
+    assert caught.value.exit == Exit.DENIED
+    assert "let this user read it" in caught.value.fix
+
+
 def test_dotted_and_inline_spellings_are_read(paths: Paths):
     paths.config_file.write_text('server.port = 5\nlog = { level = "error" }\n')
     loaded = load_settings(paths, {}, {})

@@ -79,6 +79,15 @@ def test_a_damaged_file_is_found_with_exit_8(call: Call, store: Path):
     assert call("db", "vacuum").code == Exit.INTEGRITY
 
 
+def test_a_file_of_a_newer_version_is_not_called_older(call: Call, store: Path):
+    with closing(sqlite3.connect(store, isolation_level=None)) as file:
+        file.execute("UPDATE alembic_version SET version_num = '999'")
+    done = call("db", "check")
+    assert done.code == 0
+    assert "A newer llmbox wrote it" in done.err
+    assert "migrate" not in done.err
+
+
 def test_a_locked_file_is_waited_for_and_told(call: Call, store: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llmbox.app.store.database_file.BUSY_S", 0.05)
     holder = sqlite3.connect(store, isolation_level=None)

@@ -10,6 +10,7 @@ import pytest
 
 from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.manager import EngineManager
+from llmbox.app.engines.supervisor import Supervisor
 from llmbox.app.errors import ApiError
 from llmbox.engine.errors import ModelError
 from support.engines import config, is_running, read, request, until
@@ -185,6 +186,26 @@ async def test_a_missing_tokenizer_ends_the_engine_too(tmp_path):
             await task
         assert (failed.value.status, failed.value.code) == (400, "bad_model")
         assert supervisor.pid is None
+
+
+async def test_a_failed_load_does_not_count_as_cancelled(tmp_path, monkeypatch):
+    """Else a timeout in what follows ends it silently (Python 3.11.0 to 3.11.2, as in Debian 12)."""
+    requests = []
+    stop = Supervisor.stop
+
+    async def counting(self, *why):
+        requests.append(asyncio.current_task().cancelling())
+        await stop(self, *why)
+
+    def missing(path):
+        raise ModelError("tokenizer.json is missing")
+
+    monkeypatch.setattr(Supervisor, "stop", counting)
+    async with managing(missing) as manager:
+        with pytest.raises(ApiError, match="is missing"):
+            await manager.load(config(tmp_path, load_delay=30))
+        assert manager.failures() == {"fake": "tokenizer.json is missing"}
+    assert requests == [0]
 
 
 async def test_what_ends_a_load_is_its_failure_alone(tmp_path):

@@ -218,6 +218,9 @@ def test_sighup_reloads_or_keeps_the_old_settings(box: Box):
 
 def test_restart_keeps_flags_and_models(box: Box):
     assert box.run("up", box.model(), "--ctx", "512", "--alias", "other").code == 0
+    told = box.run("config", "set", "model.ctx", "600").err
+    assert "started with --ctx, which overrides the file" in told
+    assert "llmbox restart" in box.run("config", "set", "limits.queue", "7").err
     before = box.running
     assert box.run("restart").code == 0
     after = box.running
@@ -337,6 +340,32 @@ def test_a_closed_pipe_is_no_error(box: Box):
     )
     assert shell.returncode == 0
     assert shell.stderr == ""
+
+
+def shell(box: Box, redirection: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        ["bash", "-c", f'"$@" {redirection}', "-", *box.command(*arguments)],
+        capture_output=True,
+        text=True,
+        env=box.environ,
+        check=False,
+        timeout=PATIENCE,
+    )
+
+
+@pytest.mark.parametrize("redirection", ["<&-", ">&-", "2>&-"])
+def test_closed_standard_streams_are_no_error(box: Box, redirection: str):
+    """As cron and some supervisors start programs."""
+    done = shell(box, redirection, "ls")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert shell(box, redirection, "run", "builtin", "hi", "--max-tokens", "0").returncode == Exit.USAGE
+
+
+def test_a_full_disk_under_stdout_is_told(box: Box):
+    done = shell(box, ">/dev/full", "ls")
+    assert done.returncode == Exit.FAILED
+    assert "stdout cannot be written" in done.stderr
+    assert "ignored" not in done.stderr, "Python complains at the end"
 
 
 def test_the_admin_api_is_closed_on_tcp(box: Box):

@@ -133,6 +133,11 @@ def test_adopt_and_alias_without_a_daemon(box: Box, hub: StubHub):
     assert box.run("adopt", box.folder / "studio").code == 0
     assert "org/mine" in box.run("ls", "-q").out.split()
     assert box.run("fit", "org/mine").code == 0
+    spaced = shutil.copytree(studio, box.folder / "my model")
+    assert f"llmbox adopt '{spaced}' --name NAME" in box.run("adopt", spaced).err
+    assert f"llmbox adopt '{spaced}' --name NAME" in box.run("run", spaced, "hi").err
+    assert box.run("adopt", spaced, "--name", "spaced").code == 0
+    assert box.run("rm", "spaced", "--yes").code == 0
     nothing = box.run("adopt", box.folder / "data")
     assert nothing.code == Exit.NOT_FOUND
 

@@ -58,6 +58,13 @@ def test_no_weights(model: Path) -> None:
     assert "model.safetensors" in refused(model)
 
 
+def test_a_link_to_a_missing_file_is_named(model: Path) -> None:
+    """As in a cache of the hub whose blob was deleted."""
+    (model / FILE).unlink()
+    (model / FILE).symlink_to("/nowhere/blob")
+    assert "is a link to '/nowhere/blob', which is missing" in refused(model)
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.ckpt"])
 def test_pickles_are_never_opened(model: Path, name: str) -> None:
     (model / FILE).unlink()

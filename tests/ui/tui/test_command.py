@@ -222,6 +222,15 @@ def test_poor_terminals(box: Box, terminal, environ):
         assert "█" not in child.text
 
 
+def test_sigterm_gives_the_terminal_back(terminal):
+    child = terminal("top", "--mock")
+    until(lambda: "Devices" in child.text)
+    child.child.send_signal(signal.SIGTERM)
+    assert child.ended() == 128 + signal.SIGTERM
+    until(lambda: child.output.count(b"\x1b[?1049l") == child.output.count(b"\x1b[?1049h") == 1)
+    assert child.output.count(b"\x1b[?25l") == child.output.count(b"\x1b[?25h")
+
+
 def test_a_terminal_that_closes(box: Box, terminal):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup` children would inherit that it is ignored
     box.serve(box.model())
