@@ -26,7 +26,7 @@ from support.families import (
     stack_experts,
 )
 from support.fp8_checkpoint import round_to_blocks
-from support.real_engines import ask, hf_tokens, load, tokens
+from support.real_engines import ask, hf_model, hf_tokens, load, tokens
 
 PROMPT = ask("a", range(3, 40), 6)
 
@@ -75,6 +75,24 @@ def test_experts_of_a_qwen_3_5_in_one_tensor(tmp_path: Path) -> None:
     apart = tokens(load(model), [PROMPT])
     stack_experts(model)
     assert tokens(load(model), [PROMPT]) == apart
+
+
+@pytest.mark.parametrize("arch", ["seed_oss", "gpt_neox", "nemotron_h", "kimi_linear", "bailing_hybrid"])
+def test_a_stored_head_counts_more_than_tie_word_embeddings(tmp_path: Path, arch: str) -> None:
+    """As in transformers, which ties none of the last three."""
+    model = make_family(tmp_path, arch)
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": True}))
+    expected = hf_tokens(hf_model(model), PROMPT.prompt_ids, 6)
+    assert tokens(load(model), [PROMPT])["a"] == expected
+
+
+def test_a_stored_copy_of_the_embedding_is_no_head(tmp_path: Path) -> None:
+    model = make_family(tmp_path, "seed_oss", tie_word_embeddings=True)
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, model / "model.safetensors")
+    assert parse_config(model).tie_word_embeddings
 
 
 KIMI_ATTENTION = [4, 8, 12, 16, 20, 24, 27]
