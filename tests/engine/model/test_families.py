@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.expected_tensors import check_weights
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
@@ -18,7 +19,9 @@ from llmbox.engine.planning.performance_model import rank_shape
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
 from support.families import (
+    COMMON,
     FAMILIES,
+    YARN,
     make_family,
     make_mistral_that_sees,
     make_qwen_that_sees,
@@ -295,3 +298,19 @@ def test_deepseek_in_blocks_of_fp8(tmp_path: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in wide.items()}, same / "model.safetensors")
     expected = tokens(load(same, dtype="float32"), [PROMPT])
     assert tokens(load(model, dtype="float32"), [PROMPT]) == expected
+
+
+@pytest.mark.parametrize(
+    ("arch", "rope", "problem"),
+    [
+        ("olmo3", {"full_attention": YARN | {"truncate": False}}, "truncate False is not supported by layer"),
+        ("ministral3", {"rope_type": "default", "llama_4_scaling_beta": 0.5}, "llama_4_scaling_beta 0.5 is"),
+    ],
+)
+def test_rope_parameters_that_would_be_computed_otherwise(
+    tmp_path: Path, arch: str, rope: dict[str, Any], problem: str
+) -> None:
+    raw = {**COMMON, "model_type": arch, "rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match=problem):
+        parse_config(tmp_path)
