@@ -7,7 +7,8 @@ from typing import Any
 class DeferredModule:
     """Module that is imported when one of its public names is first used, so that collection does without it.
 
-    pytest asks every object of a test module for private names such as `__test__`: these import nothing.
+    pytest and its plugins ask every object of a test module for private names (`__test__`, `_is_coroutine`):
+    these import nothing.
     """
 
     def __init__(self, name: str) -> None:

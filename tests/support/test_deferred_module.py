@@ -5,7 +5,7 @@ import pytest
 from support.deferred_module import DeferredModule
 
 
-def test_private_names_import_nothing_and_public_ones_do():
+def test_what_pytest_asks_for_imports_nothing():
     missing = DeferredModule("a_module_that_is_not_there")
     assert not hasattr(missing, "__test__")
     with pytest.raises(ModuleNotFoundError):
