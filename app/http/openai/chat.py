@@ -27,7 +27,7 @@ from ...text.chat_template import Chat, RenderedChat
 from ...text.output.call_parsers import ParsedToolCall
 from ...text.output.output_parser import OutputParser, ParsedOutput
 from ...util.threads import off_loop
-from ..server.request import invalid as invalid_body
+from ..server.request import convert
 from .chat_messages import ParserOptions, build_chat, call_id, final_reason, input_of, reasoning_tokens
 from .completions import CompletionCall, prepare_completion
 from .request_context import CheckedRequest, Deadlines, RequestContext, check_prompts, truncate_prompts
@@ -338,14 +338,6 @@ def _warnings(call: RequestContext, body: ChatCompletionRequest) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def chat_request(plain: dict[str, Any]) -> ChatCompletionRequest:
-    """Decode and check `plain` as a chat request. Raises ApiError 400."""
-    try:
-        return msgspec.convert(plain, ChatCompletionRequest)
-    except msgspec.ValidationError as error:  # bounds that are the chat's own
-        raise invalid_body(str(error)) from None
-
-
 async def prepare_translated_completion(
     call: RequestContext, plain: dict[str, Any], names: Mapping[str, str]
 ) -> CompletionCall:
@@ -354,10 +346,9 @@ async def prepare_translated_completion(
     """
     body = msgspec.json.encode(plain)
     translated = replace(call, plain=plain, body=body, endpoint="/v1/completions")
+    converted = convert(plain, CompletionRequest)
     try:
-        return await prepare_completion(translated, msgspec.convert(plain, CompletionRequest))
-    except msgspec.ValidationError as error:
-        raise invalid_body(str(error)) from None
+        return await prepare_completion(translated, converted)
     except ApiError as error:
         _rename(error, names)
         raise
@@ -371,7 +362,7 @@ async def prepare_translated(
     """
     translated = replace(call, plain=plain, body=msgspec.json.encode(plain))
     try:
-        chat = await prepare_chat(translated, chat_request(plain), prefix=prefix)
+        chat = await prepare_chat(translated, convert(plain, ChatCompletionRequest), prefix=prefix)
     except ApiError as error:
         _rename(error, names)
         raise
