@@ -57,11 +57,8 @@ template <> struct AttentionWords<INT8> {
     static constexpr int PARTS = 2;
     static constexpr float LARGEST = 127 * 128;
 
-    static INLINE Columns columns(const void* from) {
-        return Bytes::FLIP ? load_as<Words>(from) : load_as<Words>(from) ^ splat(0x80808080u);
-    }
-
 #if LLMBOX_BYTE_DOT
+    using Products = Bytes;
     static constexpr int ROWS = 3;
     struct Sum {
         Ints high, low;
@@ -86,10 +83,11 @@ template <> struct AttentionWords<INT8> {
     }
 #else
     static constexpr int ROWS = 6;
+    using Products = SplitBytes;
     using Sum = Ints;
-    using Row = Bytes::Row;
+    using Row = Products::Row;
     static INLINE Row row(const uint32_t* at, int part) { return {splat(at[0]), splat(at[part])}; }
-    static INLINE void dot(Sum& sum, Columns columns, Row row) { Bytes::dot(sum, columns, row); }
+    static INLINE void dot(Sum& sum, Columns columns, Row row) { Products::dot(sum, columns, row); }
     static INLINE Floats total(Sum sum, int32_t offset) {
         return to_floats((Ints)((Words)sum - splat(static_cast<uint32_t>(offset))));
     }
@@ -101,6 +99,10 @@ template <> struct AttentionWords<INT8> {
     }
 #endif
 
+    static INLINE Columns columns(const void* from) {
+        return Products::FLIP ? load_as<Words>(from) : load_as<Words>(from) ^ splat(0x80808080u);
+    }
+
     template <class In> static INLINE Packed pack(const In* x, int count, int padded, uint32_t* to) {
         const auto [most, finite] = range_of(x, count);
         const Floats inverse = splat(finite && most > 0 ? LARGEST / most : 0);
@@ -110,7 +112,7 @@ template <> struct AttentionWords<INT8> {
             total += codes;
             put(codes, padded / 4, to + i / 4);
         }
-        return {finite ? most / LARGEST : NAN, static_cast<int32_t>(Bytes::FLIP) * sum(total)};
+        return {finite ? most / LARGEST : NAN, static_cast<int32_t>(Products::FLIP) * sum(total)};
     }
 };
 
