@@ -119,7 +119,7 @@ INLINE void multiply(const uint8_t* weights, int words, WordRows<E> x, float* ti
                 const auto row = E::row(x.at(r, w), part);
                 UNROLL for (int v = 0; v < VECTORS; v++) E::dot(sums[r][v], columns[v], row);
             }
-            if (E::PARTS > 1) asm volatile("" ::: "memory");  // or parts are loaded together, for which there are no registers
+            end_turn<E::PARTS>();
         }
         weights += PANEL_STRIDE;
     }

@@ -34,6 +34,12 @@ INLINE void hide([[maybe_unused]] Vector& vector) {
 #endif
 }
 
+// Where words are multiplied in several turns: keeps the compiler from loading the operands of all turns together, for which
+// there are no registers.
+template <int TURNS> INLINE void end_turn() {
+    if constexpr (TURNS > 1) asm volatile("" ::: "memory");
+}
+
 struct F32 {
     using Element = float;
     using RowNumber = float;
