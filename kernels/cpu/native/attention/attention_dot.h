@@ -49,10 +49,10 @@ template <class E> struct AttentionWords {
     template <class In> static INLINE Packed pack(const In* x, int count, int padded, uint32_t* to) {
         auto* numbers = reinterpret_cast<RowNumber*>(to);
         for (int i = 0; i < padded; i += LANES) {
+            const Floats v = i < count ? load(x + i, count - i) : splat(0.f);
             typename E::Element rounded[LANES];
-            store(rounded, i < count ? load(x + i, count - i) : splat(0.f));
-            if constexpr (std::is_same_v<RowNumber, typename E::Element>) store_as(numbers + i, rounded);
-            else store(numbers + i, load(rounded));
+            if constexpr (std::is_same_v<RowNumber, typename E::Element>) store(numbers + i, v);
+            else store(rounded, v), store(numbers + i, load(rounded));
         }
         return {1, 0};
     }
