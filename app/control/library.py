@@ -21,8 +21,8 @@ from ..hub.adapter_download import AdapterFetch
 from ..hub.download import DownloadSettings
 from ..hub.download_queue import Downloads
 from ..hub.errors import HubError
+from ..hub.local_models import RemovableModel, RemovedModel, find_removable, remove
 from ..hub.model_info import SearchResult, ask_recommended, search
-from ..hub.remove import RemovableModel, RemovedModel, find_removable, remove
 from ..hub.repo_files import Hub
 from ..models.catalog import HUB_ID, ModelRef, find_served, hub_cache
 from ..models.gguf_folders import weights_of

@@ -150,7 +150,7 @@ async def serve_until_stopped(
     finishing = asyncio.create_task(services.background.finish(services.drain, patience))
     try:
         await serve(
-            app,
+            app.shell,
             sockets,
             limits=settings.limits,
             drain=services.drain,

@@ -360,18 +360,7 @@ def _scaling(
     if plan.ranks == 1:
         return 1.0
     link = link_of(plan, machine, bandwidth)
-    expected = decode_scaling(
-        shape,
-        plan.tp,
-        plan.pp,
-        dtype=plan.dtype,
-        kv_dtype=plan.kv_dtype,
-        link=link,
-        rows=rows,
-        context=context,
-        expert_parallel=plan.expert_parallel,
-        results=plan.exchanges_results,
-    )
+    expected = decode_scaling(shape, plan, link, rows=rows, context=context)
     return expected.all_ranks / (expected.one_rank * bandwidth / link.memory)
 
 

@@ -68,14 +68,7 @@ class StepTimes:
         seen = 0 if prompt else context  # a prompt's earlier tokens are read once, not for each row
         read = step_bytes(part, plan.dtype, plan.kv_dtype, rows=rows, context=seen, quant=quant)
         flops = step_flops(self.shape, rows=rows, context=context, logits=not prompt) / plan.tp
-        exchange = exchange_seconds(
-            self.shape,
-            plan.tp,
-            plan.pp,
-            dtype=plan.dtype,
-            link=self.link,
-            rows=rows,
-        )
+        exchange = exchange_seconds(self.shape, plan, self.link, rows=rows)
         return StepCost(
             read=read,
             reading=read / self.gpu.bandwidth / SUSTAINED,

@@ -185,6 +185,7 @@ class App(Litestar):
         hosts = HostList(services.settings.server.allowed_hosts)
         cors = Cors(services.settings.server.cors_origins)
         self.shell = SecurityMiddleware(super().__call__, hosts, cors, limits, services.drain)
+        """Application that sockets serve; calls in process reach it by `__call__`."""
 
     @staticmethod
     def _get_default_plugins(plugins: list[PluginProtocol]) -> list[PluginProtocol]:

@@ -1,10 +1,7 @@
-"""Hugging Face cache on disk: its repositories, written as huggingface_hub writes them. Also the models in
-folders that others filled, to adopt them.
-"""
+"""Hugging Face cache on disk: its repositories, written as huggingface_hub writes them."""
 
 import contextlib
 import fcntl
-import json
 import os
 import secrets
 import shutil
@@ -12,126 +9,10 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from llmbox.engine.checkpoint.files import read_regular
-from llmbox.engine.gguf.reader import PART, is_gguf
-
-from ..config.paths import expand_home
-from ..errors import CliError, Exit
-from ..models.catalog import WEIGHT_SUFFIXES, check_name, not_a_folder
-from ..models.gguf_folders import folder_of, is_projector
+from ..models.catalog import WEIGHT_SUFFIXES
+from ..models.gguf_folders import is_projector
 from .errors import DownloadStopped
-
-MOST_MANIFEST = 1_000_000
-"""Largest manifest of Ollama's store to read, in bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdoptableModel:
-    name: str
-    path: Path
-    is_cache: bool
-
-
-def find_adoptable(place: Path, gguf_home: Path | None = None) -> list[AdoptableModel]:
-    """Return the models at a place: folders of checkpoints, caches, and GGUF files where there is a
-    `gguf_home` for their folders. Raises CliError (exit 4) when there is nothing that could be served.
-    """
-    folder = expand_home(place).resolve()
-    if not folder.exists():
-        raise CliError(
-            f"{folder} does not exist", "nothing is there to adopt", "name a folder", Exit.NOT_FOUND
-        )
-    if gguf_home is not None and folder.is_file() and is_gguf(folder):
-        return [_adoptable_gguf(folder, gguf_home)]
-    if not folder.is_dir():
-        raise not_a_folder(folder)
-    if _is_model(folder):
-        return [AdoptableModel(folder.name, folder, is_cache=False)]
-    for cache in (folder, folder / "hub"):
-        if any(path.is_dir() for path in cache.glob("models--*--*")):
-            return [AdoptableModel(str(cache), cache, is_cache=True)]
-    found = [
-        AdoptableModel(path.relative_to(folder).as_posix(), path, is_cache=False)
-        for path in _entries(folder, 2)
-        if _is_model(path)
-    ]
-    if gguf_home is not None:
-        found += _ollama_models(folder, gguf_home) or _gguf_models(folder, gguf_home)
-    if found:
-        return found
-    raise CliError(
-        f"{folder} has no model that can be served",
-        "no config.json with *.safetensors, and no GGUF file, in it or below it",
-        "name a Hugging Face cache, or a folder with config.json, *.safetensors and tokenizer.json",
-        Exit.NOT_FOUND,
-    )
-
-
-def _gguf_models(folder: Path, home: Path) -> list[AdoptableModel]:
-    """Return the GGUF files in a folder and two levels below, as LM Studio keeps them. Files that cannot be
-    served are left out if others can. Raises CliError where none can.
-    """
-    found, first = [], None
-    for file in sorted(path for path in _entries(folder, 3) if path.suffix == ".gguf"):
-        part = PART.search(file.name)
-        if is_projector(file.name) or (part is not None and int(part[1]) > 1):
-            continue
-        try:
-            found.append(_adoptable_gguf(file, home))
-        except CliError as error:
-            first = first or error
-    if first is not None and not found:
-        raise first
-    return found
-
-
-def _ollama_models(folder: Path, home: Path) -> list[AdoptableModel]:
-    """Return the models of Ollama's store, by its manifests. What cannot be served is left out."""
-    found = []
-    for manifest in sorted(path for path in folder.glob("manifests/*/*/*/*") if path.is_file()):
-        try:
-            layers = json.loads(read_regular(manifest, MOST_MANIFEST))["layers"]
-            (blob,) = _blobs(folder, layers, ".image.model")
-            name = check_name(f"{manifest.parent.name}-{manifest.name}")
-            made = folder_of(blob, home, beside=_blobs(folder, layers, ".image.projector"))
-            found.append(AdoptableModel(name, made, is_cache=False))
-        except (CliError, OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return found
-
-
-def _blobs(folder: Path, layers: list[dict[str, Any]], kind: str) -> list[Path]:
-    found = (str(layer["digest"]) for layer in layers if layer["mediaType"].endswith(kind))
-    return [folder / "blobs" / digest.replace(":", "-") for digest in found]
-
-
-def _adoptable_gguf(file: Path, home: Path) -> AdoptableModel:
-    made = folder_of(file, home)
-    return AdoptableModel(made.name, made, is_cache=False)
-
-
-def _entries(folder: Path, depth: int) -> list[Path]:
-    """List what is in a folder, level by level. Folders that cannot be read (`lost+found`) or vanish
-    meanwhile count as empty.
-    """
-    found, level = [], [folder]
-    for _ in range(depth):
-        children: list[Path] = []
-        for each in level:
-            with contextlib.suppress(OSError):  # a file, too
-                children += sorted(each.iterdir())
-        found += children
-        level = children
-    return found
-
-
-def _is_model(folder: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-    return False
-
 
 INCOMPLETE = ".incomplete"
 _MOVED = ".llmbox-"

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from . import queries as sql
 from .writer import RequestLog
 
 log = logging.getLogger(__name__)
@@ -98,20 +99,20 @@ class BatchStore:
         self._log = log
 
     async def add(self, batch: Batch, items: Sequence[BatchItem]) -> Batch:
-        return await self._log.ask(lambda engine: _sql().add(engine, batch, items))
+        return await self._log.ask(lambda engine: sql.batches.add(engine, batch, items))
 
     async def get(self, kind: BatchKind, owner: str, id_: str) -> Batch | None:
-        return await self._log.ask(lambda engine: _sql().get(engine, kind, owner, id_))
+        return await self._log.ask(lambda engine: sql.batches.get(engine, kind, owner, id_))
 
     async def find(self, page: BatchPage) -> list[Batch] | None:
         """List a page, and one more batch if there is a next page. None: there is no batch `after` or
         `before`.
         """
-        return await self._log.ask(lambda engine: _sql().find(engine, page))
+        return await self._log.ask(lambda engine: sql.batches.find(engine, page))
 
     async def pending(self, batch: int, after: int, limit: int) -> list[BatchItem]:
         """Requests without an answer that follow the row number `after`."""
-        return await self._log.ask(lambda engine: _sql().pending(engine, batch, after, limit))
+        return await self._log.ask(lambda engine: sql.batches.pending(engine, batch, after, limit))
 
     async def record(self, item: int, http_status: int, request_id: str, answer: bytes) -> None:
         """Store an answer; the last one ends its batch. Does nothing to a request that is no longer
@@ -119,27 +120,27 @@ class BatchStore:
         """
         text = answer.decode("utf-8", "replace")
         await self._log.ask(
-            lambda engine: self._log.wrote(_sql().record(engine, item, http_status, request_id, text))
+            lambda engine: self._log.wrote(sql.batches.record(engine, item, http_status, request_id, text))
         )
 
     async def end(self, batch: int, status: Literal["cancelled", "expired"]) -> None:
         """End a batch: pending requests get `status`."""
-        await self._log.ask(lambda engine: _sql().end(engine, batch, status))
+        await self._log.ask(lambda engine: sql.batches.end(engine, batch, status))
 
     async def results(self, batch: int, after: int, limit: int) -> list[BatchResult]:
-        return await self._log.ask(lambda engine: _sql().results(engine, batch, after, limit))
+        return await self._log.ask(lambda engine: sql.batches.results(engine, batch, after, limit))
 
     async def result_sizes(self, batch: int) -> list[tuple[BatchResult, int]]:
         """Get all results without their answers, each with the bytes of its answer."""
-        return await self._log.ask(lambda engine: _sql().result_sizes(engine, batch))
+        return await self._log.ask(lambda engine: sql.batches.result_sizes(engine, batch))
 
     async def delete(self, kind: BatchKind, owner: str, id_: str) -> bool:
         """Delete a batch and overwrite its bytes. Returns False if there is no such batch."""
-        return await self._log.ask(lambda engine: _sql().delete(engine, kind, owner, id_))
+        return await self._log.ask(lambda engine: sql.batches.delete(engine, kind, owner, id_))
 
     async def size(self, owner: str) -> int:
         """Bytes of requests and answers."""
-        return await self._log.ask(lambda engine: _sql().size(engine, owner))
+        return await self._log.ask(lambda engine: sql.batches.size(engine, owner))
 
     async def unfinished(self) -> list[Batch]:
         """Batches that have not ended. Waits until the file is opened for another reason."""
@@ -149,12 +150,8 @@ class BatchStore:
             log.warning("batches of an earlier start cannot be read: %s", why)
             found.set_result([])
 
-        if not self._log.submit(lambda engine: found.set_result(_sql().unfinished(engine)), failed=give_up):
+        if not self._log.submit(
+            lambda engine: found.set_result(sql.batches.unfinished(engine)), failed=give_up
+        ):
             return []
         return await asyncio.shield(asyncio.wrap_future(found))  # the writer thread sets it, come what may
-
-
-def _sql() -> Any:
-    from .queries import batches as batch_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
-
-    return batch_queries

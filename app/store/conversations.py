@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from ..errors import ApiError
 from ..util.atomic_file import locked, write_whole
+from . import queries as sql
 from .writer import RequestLog
 
 T = TypeVar("T", bound=Struct)
@@ -109,18 +110,18 @@ class Conversations:
 
     async def list(self, owner: str, text: str = "", limit: int = 200) -> list[ConversationSummary]:
         """List an owner's conversations whose title or messages contain `text`, the last changed first."""
-        return await self._log.ask(lambda engine: _sql().list_of(engine, owner, text, limit))
+        return await self._log.ask(lambda engine: sql.conversations.list_of(engine, owner, text, limit))
 
     async def get(self, owner: str, id_: str) -> ConversationBody | None:
-        return await self._log.ask(lambda engine: _sql().get(engine, owner, id_))
+        return await self._log.ask(lambda engine: sql.conversations.get(engine, owner, id_))
 
     async def put(self, owner: str, id_: str, body: ConversationBody) -> None:
         """Save a conversation, replacing one of the same id."""
-        await self._log.ask(lambda engine: _sql().put(engine, owner, id_, body, time.time()))
+        await self._log.ask(lambda engine: sql.conversations.put(engine, owner, id_, body, time.time()))
 
     async def delete(self, owner: str, id_: str) -> bool:
         """Delete a conversation and overwrite its bytes. Returns False if there is no such conversation."""
-        return await self._log.ask(lambda engine: _sql().delete(engine, owner, id_))
+        return await self._log.ask(lambda engine: sql.conversations.delete(engine, owner, id_))
 
 
 _Texts = dict[Annotated[str, Meta(min_length=1, max_length=128)], Annotated[str, Meta(max_length=4096)]]
@@ -161,27 +162,23 @@ class PanelItems(Generic[T]):
 
     async def all(self, owner: str) -> dict[str, T]:
         """Return an owner's items by name, in the order of names."""
-        rows = await self._log.ask(lambda engine: _sql().items_of(engine, owner, self._kind))
+        rows = await self._log.ask(lambda engine: sql.conversations.items_of(engine, owner, self._kind))
         return {name: msgspec.json.decode(body, type=self._type) for name, body in rows}
 
     async def put(self, owner: str, name: str, item: T) -> None:
         """Save an item, replacing one of the same name."""
         body = msgspec.json.encode(item).decode()
-        await self._log.ask(lambda engine: _sql().put_item(engine, owner, self._kind, name, body))
+        await self._log.ask(lambda engine: sql.conversations.put_item(engine, owner, self._kind, name, body))
 
     async def delete(self, owner: str, name: str) -> bool:
         """Delete an item and overwrite its bytes. Returns False if there is no such item."""
-        return await self._log.ask(lambda engine: _sql().delete_item(engine, owner, self._kind, name))
+        return await self._log.ask(
+            lambda engine: sql.conversations.delete_item(engine, owner, self._kind, name)
+        )
 
 
 def encode_body(body: Struct) -> str:
     return msgspec.json.encode(body).decode()
-
-
-def _sql() -> Any:
-    from .queries import conversations  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
-
-    return conversations
 
 
 log = logging.getLogger(__name__)
@@ -224,7 +221,7 @@ class ToolServerSecrets:
     def take_from(self, requests: RequestLog) -> None:
         """Have the secrets moved here that an older version left in the database, once that is open."""
         requests.submit(
-            lambda engine: _sql().move_secrets(engine, self),
+            lambda engine: sql.conversations.move_secrets(engine, self),
             failed=lambda why: log.warning("secrets of MCP servers may stay in the request log: %s", why),
         )
 

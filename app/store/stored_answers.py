@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from . import queries as sql
 from .writer import RequestLog
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class StoredAnswers:
         `size`: approximate bytes that it takes while it waits. Returns False if the queue has no room; then
         it is not stored. Answers lost later, to a full disk, are counted with the log's rows.
         """
-        return self._submit(answer.owner, size, lambda engine: _sql().put(engine, answer))
+        return self._submit(answer.owner, size, lambda engine: sql.stored_answers.put(engine, answer))
 
     def append(self, kind: Kind, owner: str, id_: str, items: Sequence[Any], size: int) -> bool:
         """Queue further `input` of a stored answer, whose age then starts again. Otherwise as `put`.
@@ -82,7 +83,9 @@ class StoredAnswers:
         Does nothing if it was deleted meanwhile.
         """
         return self._submit(
-            owner, size, lambda engine: _sql().append(engine, kind, owner, id_, items, time.time())
+            owner,
+            size,
+            lambda engine: sql.stored_answers.append(engine, kind, owner, id_, items, time.time()),
         )
 
     def _submit(self, owner: str, size: int, work: "Callable[[Engine], int]") -> bool:
@@ -97,45 +100,43 @@ class StoredAnswers:
 
     async def remove_item(self, kind: Kind, owner: str, id_: str, item: str) -> bool:
         """Delete an item of its `input` and overwrite it. Returns False if there is no such item."""
-        return await self._log.ask(lambda engine: _sql().remove_item(engine, kind, owner, id_, item))
+        return await self._log.ask(
+            lambda engine: sql.stored_answers.remove_item(engine, kind, owner, id_, item)
+        )
 
     async def get(self, kind: Kind, owner: str, id_: str) -> StoredAnswer | None:
-        return await self._log.ask(lambda engine: _sql().get(engine, kind, owner, id_))
+        return await self._log.ask(lambda engine: sql.stored_answers.get(engine, kind, owner, id_))
 
     async def chain(self, kind: Kind, owner: str, id_: str, most: int) -> list[StoredAnswer]:
         """The answer and those that it continues, oldest first, at most the newest `most` of them.
 
         If one is missing, the first one returned names it as `previous`.
         """
-        return await self._log.ask(lambda engine: _sql().chain(engine, kind, owner, id_, most))
+        return await self._log.ask(lambda engine: sql.stored_answers.chain(engine, kind, owner, id_, most))
 
     async def find(self, want: StoredFilter) -> list[StoredAnswer] | None:
         """List answers. None: there is no answer with the id `after`."""
-        return await self._log.ask(lambda engine: _sql().find(engine, want))
+        return await self._log.ask(lambda engine: sql.stored_answers.find(engine, want))
 
     async def update(self, kind: Kind, owner: str, id_: str, metadata: Mapping[str, str]) -> bool:
         """Replace the metadata. Returns False if there is no such answer."""
-        return await self._log.ask(lambda engine: _sql().update(engine, kind, owner, id_, metadata))
+        return await self._log.ask(
+            lambda engine: sql.stored_answers.update(engine, kind, owner, id_, metadata)
+        )
 
     async def delete(self, kind: Kind, owner: str, id_: str) -> bool:
         """Delete an answer and overwrite its bytes, unless another reader holds the file. False: there is no
         such answer.
         """
-        return await self._log.ask(lambda engine: _sql().delete(engine, kind, owner, id_))
+        return await self._log.ask(lambda engine: sql.stored_answers.delete(engine, kind, owner, id_))
 
     async def erase_owners_but(self, known: frozenset[str]) -> int:
         """Delete everything of keys that no longer exist. Returns the number of rows."""
-        return await self._log.ask(lambda engine: _sql().erase_owners_but(engine, known))
+        return await self._log.ask(lambda engine: sql.stored_answers.erase_owners_but(engine, known))
 
     async def totals(self) -> list[StoredTotal]:
         """Totals of each owner and kind."""
-        return await self._log.ask(lambda engine: _sql().totals(engine))
-
-
-def _sql() -> Any:
-    from .queries import stored_answers as stored_queries  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
-
-    return stored_queries
+        return await self._log.ask(lambda engine: sql.stored_answers.totals(engine))  # noqa: PLW0108 - it imports
 
 
 def encode_json(value: Any) -> str:

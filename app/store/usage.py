@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import Struct
 
 from ..config.entries import LatencyTarget, TokenPrice
+from . import queries as sql
 from .record import RecordFilter, RecordTotals
 from .writer import RequestLog
 
@@ -63,7 +64,7 @@ class Outcomes(Struct, frozen=True, kw_only=True):
 
 async def usage_by_key(store: RequestLog) -> Mapping[str, KeyUsage]:
     """Usage by the key's name; callers without a key are under `""`. Empty while the log cannot be read."""
-    rows = await _read(store, lambda engine: _sql().by_key(engine))
+    rows = await _read(store, lambda engine: sql.requests.by_key(engine))  # noqa: PLW0108 - it imports
     return {
         key: KeyUsage(requests=count, errors=errors, tokens_in=into, tokens_out=out, since=since, last=last)
         for key, count, errors, into, out, since, last in rows
@@ -79,11 +80,11 @@ async def usage_by_model(
     """Usage by key and model since a Unix time, most requests first. Empty while the log cannot be read."""
 
     def find(engine: "Engine") -> Sequence[Any]:
-        rows = _sql().by_model(engine, since)
+        rows = sql.requests.by_model(engine, since)
         targets = {model: found for model in {row.model for row in rows} if (found := target(model))}
         good: dict[tuple[str, str], int] = {}
         for model, each in targets.items():
-            for key, count in _sql().count_good(engine, since, model, each.ttft, each.tpot):
+            for key, count in sql.requests.count_good(engine, since, model, each.ttft, each.tpot):
                 good[key, model] = count
         return [(row, good.get((row.key, row.model), 0) if row.model in targets else None) for row in rows]
 
@@ -107,7 +108,7 @@ async def outcomes(store: RequestLog, since: int, until: int, step: int) -> Outc
     columns: dict[str, list[int]] = {
         name: [0] * len(times) for name in ("answered", "refused", "caller", "failed")
     }
-    for row in await _read(store, lambda engine: _sql().outcomes(engine, begin, step)):
+    for row in await _read(store, lambda engine: sql.requests.outcomes(engine, begin, step)):
         if row.interval < len(times):
             for name, column in columns.items():
                 column[row.interval] = getattr(row, name)
@@ -116,21 +117,15 @@ async def outcomes(store: RequestLog, since: int, until: int, step: int) -> Outc
 
 async def totals_of(store: RequestLog, want: RecordFilter) -> RecordTotals:
     """Totals of the records that match a filter. Zeros while the log cannot be read."""
-    found: Sequence[RecordTotals] = await _read(store, lambda engine: [_sql().totals(engine, want)])
+    found: Sequence[RecordTotals] = await _read(store, lambda engine: [sql.requests.totals(engine, want)])
     return found[0] if found else RecordTotals()
 
 
 async def known_names(store: RequestLog) -> tuple[list[str], list[str]]:
     """Models and keys that the log knows. Empty while it cannot be read."""
-    found = await _read(store, lambda engine: _sql().names(engine))
+    found = await _read(store, lambda engine: sql.requests.names(engine))  # noqa: PLW0108 - it imports
     return (found[0], found[1]) if found else ([], [])
 
 
 async def _read(store: RequestLog, find: "Callable[[Engine], Sequence[Any]]") -> Sequence[Any]:
     return await store.read(find, [], "usage")
-
-
-def _sql() -> Any:
-    from .queries import requests  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
-
-    return requests

@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from . import queries as sql
 from .record import (
     Content,
     ContentBudget,
@@ -111,7 +112,7 @@ class RequestLog:
         """
         if not self._discards:
             self.submit(
-                lambda engine: _sql().add_times(engine, record, times),
+                lambda engine: sql.requests.add_times(engine, record, times),
                 sum(map(len, times)),
                 failed=lambda why: log.warning("the times of %s were not kept: %s", record.id, why),
             )
@@ -120,7 +121,7 @@ class RequestLog:
         """Get the encoded times of a request's sequences, in the order of their ends, after everything that
         was written before. Raises StoreError.
         """
-        return await self.ask(lambda engine: _sql().times_of(engine, request_id))
+        return await self.ask(lambda engine: sql.requests.times_of(engine, request_id))
 
     async def query(self, want: RecordFilter) -> list[tuple[int, RequestRecord]]:
         """Return (sequence number, record), newest first. Raises StoreError.
@@ -138,20 +139,20 @@ class RequestLog:
         """Get one record with its content. The caller checks whether the content may be shown. Raises
         StoreError.
         """
-        return await asyncio.to_thread(self._read, lambda engine: _sql().get(engine, request_id))
+        return await asyncio.to_thread(self._read, lambda engine: sql.requests.get(engine, request_id))
 
     async def earlier_contents(self, record: RequestRecord) -> list[tuple[str, Content]]:
         """Get (request id, content) of the latest requests of the owner and model of `record` before it,
         newest first. Raises StoreError.
         """
-        return await asyncio.to_thread(self._read, lambda engine: _sql().earlier(engine, record))
+        return await asyncio.to_thread(self._read, lambda engine: sql.requests.earlier(engine, record))
 
     async def purge(self, before: float, what: "What" = "requests") -> int:
         """Erase data created before a Unix time. Returns the number of rows, contents and stored answers.
 
         Waits for queued writes and for the disk. Raises StoreError unless everything was erased.
         """
-        return await self.ask(lambda engine: _sql().purge(engine, self.path, before, what))
+        return await self.ask(lambda engine: sql.requests.purge(engine, self.path, before, what))
 
     async def ask(self, call: "Callable[[Engine], T]") -> T:
         """Run `call` in the writer thread, after everything written before. Raises StoreError.
@@ -244,7 +245,7 @@ class RequestLog:
         if self._is_open() and self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self.flush(_CATCH_UP_S)
-        return self._read(lambda engine: _sql().find(engine, want))
+        return self._read(lambda engine: sql.requests.find(engine, want))
 
     def _is_open(self) -> bool:
         self._wanted.set()
@@ -329,7 +330,7 @@ class RequestLog:
     def _insert_now(self, entries: "Sequence[Entry]") -> None:
         if self._engine is None:
             raise StoreError("the file cannot be opened")
-        _sql().add(self._engine, entries)
+        sql.requests.add(self._engine, entries)
         kept = (content for _, content, _ in entries if content is not None)
         self.wrote(sum(_ROW_BYTES + sum(map(len, times)) for _, _, times in entries))
         self.wrote(sum(c.body_bytes + c.prompt_bytes + c.output_bytes for c in kept))
@@ -355,9 +356,3 @@ class RequestLog:
         except Exception:  # noqa: BLE001 - the first error is reported
             return False
         return True
-
-
-def _sql() -> Any:
-    from .queries import requests  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
-
-    return requests

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from ..store import RequestLog
+from ..store import queries as sql
 from ..util.threads import off_loop
 from .snapshot import NA, Number, Tick
 
@@ -92,8 +93,10 @@ class History:
         yet.
         """
         recent = {time: series for each, time, series in self._unwritten if each == step}
-        find = lambda engine: _sql().find_telemetry(engine, step, since)  # noqa: E731
-        rows = dict[int, str](await self._store.read(find, [], "the telemetry history"))
+        stored: list[tuple[int, str]] = await self._store.read(
+            lambda engine: sql.requests.find_telemetry(engine, step, since), [], "the telemetry history"
+        )
+        rows = dict(stored)
         rows |= {time: series for time, series in recent.items() if time >= since}
         bucket = self._open.get(step)
         newest = {} if bucket is None or bucket.time < since else {bucket.time: bucket.means()}
@@ -127,7 +130,7 @@ class History:
                 loop.call_soon_threadsafe(self._written, len(rows), written)
 
         def write(engine: "Engine") -> None:
-            _sql().add_telemetry(engine, rows, KEEP, now)
+            sql.requests.add_telemetry(engine, rows, KEEP, now)
             report(written=True)
 
         def give_up(why: str) -> None:
@@ -152,12 +155,6 @@ def _build_chart(
     return Chart(
         step, list(points), {name: [point.get(name) for point in points.values()] for name in wanted}
     )
-
-
-def _sql() -> Any:
-    from ..store.queries import requests  # noqa: PLC0415 - SQLAlchemy belongs to the store's threads
-
-    return requests
 
 
 IDLE_GAP_S: Final = 75
@@ -320,7 +317,9 @@ class Annotations:
         self._recent.append(mark)
         oldest = mark.time - KEPT_S
         self._store.submit(
-            lambda engine: _sql().add_annotation(engine, mark.time, mark.kind, mark.model, mark.text, oldest),
+            lambda engine: sql.requests.add_annotation(
+                engine, mark.time, mark.kind, mark.model, mark.text, oldest
+            ),
             failed=lambda why: log.debug("telemetry mark lost: %s", why),
         )
 
@@ -343,5 +342,5 @@ def _format_event(kind: str, data: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _find_annotations(engine: "Engine", begin: float, most: int) -> list[Annotation]:
-    rows = _sql().find_annotations(engine, begin, most)
+    rows = sql.requests.find_annotations(engine, begin, most)
     return [Annotation(time=at, kind=kind, model=model, text=text) for at, kind, model, text in rows]

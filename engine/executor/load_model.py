@@ -243,13 +243,7 @@ def model_info(
     *,
     problem: str = "",
 ) -> ModelInfo:
-    pooling = read_pooling(Path(config.model_path), generates=model.has_head)
-    width, labels = model.hidden_size, 0
-    if model.is_bidirectional:
-        labels = model.encoder.head.labels if model.encoder and model.encoder.head else 0
-        pooling = PoolingConfig("classify" if labels else "embed", is_declared=True)
-        dense = read_model_vectors(model, Path(config.model_path)).dense
-        width = dense[-1].outputs if dense else width
+    pooling, width, labels = _outputs(model, Path(config.model_path))
     return ModelInfo(
         name=config.name,
         architecture=model.model_type,
@@ -297,3 +291,15 @@ def model_info(
         expert_quant=plan.expert_quant,
         host_bytes=plan.expert_bytes + plan.host_bytes,
     )
+
+
+def _outputs(model: ModelConfig, directory: Path) -> tuple[PoolingConfig, int, int]:
+    """Return what a model gives besides tokens: how rows are pooled, the width of its vectors, and the number
+    of its classes.
+    """
+    if not model.is_bidirectional:
+        return read_pooling(directory, generates=model.has_head), model.hidden_size, 0
+    labels = model.encoder.head.labels if model.encoder and model.encoder.head else 0
+    dense = read_model_vectors(model, directory).dense
+    pooling = PoolingConfig("classify" if labels else "embed", is_declared=True)
+    return pooling, dense[-1].outputs if dense else model.hidden_size, labels

@@ -199,21 +199,8 @@ def profile_kv_blocks(
     cache. Raises DoesNotFit.
     """
     weights = meter.allocated()
-    tried = plan
-    if not config.chunked_prefill:  # a whole prompt comes on top of a step that has room for one token
-        tried = replace(plan, token_budget=plan.token_budget + plan.pp * plan.context)
-    needed, drafting = num_warmup_blocks(tried), replace(plan, token_budget=DRAFT_MODEL_ROWS)
-    if plan.draft_method is not None:
-        needed = max(needed, num_warmup_blocks(drafting))
     meter.reset_peak()
-    started = time.monotonic()
-    # Requests of these steps have one block table for all layers.
-    runner = make(replace(plan, num_blocks=needed, window_blocks=needed if plan.window else 0))
-    steps = run_warmup(runner, tried, row_counts)
-    for proposer in runner.proposers:
-        assert isinstance(proposer.executor, GPUModelRunner)
-        steps += run_warmup(proposer.executor, drafting, row_counts)
-    log.info("kernels ready: %d trial steps took %.1f s", steps, time.monotonic() - started)
+    runner, needed = _try_out(config, plan, make, row_counts)
     block_bytes = plan.block_size * plan.kv_bytes_per_token
     window_bytes = plan.block_size * plan.window_bytes_per_token
     caches = (needed + 1) * (block_bytes + window_bytes) + plan.state_bytes
@@ -240,6 +227,30 @@ def profile_kv_blocks(
         show_bytes(plan.kv_bytes),
     )
     return replace(plan, num_blocks=blocks, workspace_bytes=measured.total - weights - measured.states)
+
+
+def _try_out(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    make: Callable[[MemoryPlan], GPUModelRunner],
+    row_counts: Sequence[int],
+) -> tuple[GPUModelRunner, int]:
+    """Run the warm-up steps of the model and of its proposers. Returns their runner and its KV blocks."""
+    tried = plan
+    if not config.chunked_prefill:  # a whole prompt comes on top of a step that has room for one token
+        tried = replace(plan, token_budget=plan.token_budget + plan.pp * plan.context)
+    needed, drafting = num_warmup_blocks(tried), replace(plan, token_budget=DRAFT_MODEL_ROWS)
+    if plan.draft_method is not None:
+        needed = max(needed, num_warmup_blocks(drafting))
+    started = time.monotonic()
+    # Requests of these steps have one block table for all layers.
+    runner = make(replace(plan, num_blocks=needed, window_blocks=needed if plan.window else 0))
+    steps = run_warmup(runner, tried, row_counts)
+    for proposer in runner.proposers:
+        assert isinstance(proposer.executor, GPUModelRunner)
+        steps += run_warmup(proposer.executor, drafting, row_counts)
+    log.info("kernels ready: %d trial steps took %.1f s", steps, time.monotonic() - started)
+    return runner, needed
 
 
 def measure_images(runner: GPUModelRunner, plan: MemoryPlan, meter: CudaMeter) -> int:

@@ -97,12 +97,9 @@ def load_rank(
     threads = take_cores(config.threads or read_machine().cpu.cores, layout, device)
     torch.set_num_threads(threads)
     dtype, kv_dtype = TORCH_DTYPES[plan.dtype], KV_DTYPES[plan.kv_dtype]
-    wanted = RunnablePlan.of(plan, model_config)
-    ops = backend(device, dtype, kv_dtype, threads, QUANTS.get(plan.quant), config, wanted)
+    ops = _select_ops(config, plan, model_config, device, threads)
     if plan.expert_bytes:
-        ops = with_host_experts(ops, CudaDevice(device), threads, QUANTS.get(plan.expert_quant))
         config = replace(config, cuda_graphs=False)
-    _require_support(ops, config, plan, model_config, device)
     overlaps = config.overlaps_on(device.type)
     rows = draft_rows(config, plan, ops, overlaps=overlaps)
     check_drafts(model_config, config)
@@ -148,6 +145,19 @@ def load_rank(
         takes_adapters=takes_adapters,
         problem=ops.problem,
     )
+
+
+def _select_ops(
+    config: EngineConfig, plan: MemoryPlan, model: ModelConfig, device: torch.device, threads: int
+) -> Ops:
+    """Return the kernels of a rank. Raises DeviceError where they lack what the plan needs."""
+    dtype, kv_dtype = TORCH_DTYPES[plan.dtype], KV_DTYPES[plan.kv_dtype]
+    wanted = RunnablePlan.of(plan, model)
+    ops = backend(device, dtype, kv_dtype, threads, QUANTS.get(plan.quant), config, wanted)
+    if plan.expert_bytes:
+        ops = with_host_experts(ops, CudaDevice(device), threads, QUANTS.get(plan.expert_quant))
+    _require_support(ops, config, plan, model, device)
+    return ops
 
 
 def _require_support(

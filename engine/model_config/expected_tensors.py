@@ -6,7 +6,7 @@ loads: what it cannot tell from the headers is left to the load.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from llmbox.kernels.activation import UNGATED, XIELU
 
@@ -17,18 +17,10 @@ from ..checkpoint.safetensors import TensorEntry, misplaced_tensor, missing_tens
 from .architecture import BIASED_NORMS, NORMS, OWN_GATES, UNUSED_OF_ENCODERS, EncoderConfig
 from .attention import LatentConfig
 from .moe import ExpertsConfig, StackedExperts
-from .recurrent.config import RecurrentConfig
+from .recurrent.config import take_recurrent
 
 if TYPE_CHECKING:
     from .config import ModelConfig
-
-_RECURRENT: Final = {
-    "gated_delta": "linear_attn",
-    "kimi_delta": "self_attn",
-    "mamba1": "mamba",
-    "mamba2": "mamba",
-    "short_conv": "conv",
-}
 
 
 def check_weights(where: str, config: "ModelConfig", entries: Mapping[str, TensorEntry]) -> None:
@@ -107,7 +99,7 @@ def _take_layer(found: ExpectedTensors, config: "ModelConfig", layer: int) -> No
     is_recurrent = recurrent is not None and recurrent.layers[layer]
     has_attention = recurrent is None or recurrent.attention[layer]
     if recurrent is not None and is_recurrent:
-        _take_recurrent(found, found.at(prefix, f"{_RECURRENT[recurrent.kind]}."), config, recurrent)
+        take_recurrent(found, prefix, config.hidden_size, recurrent)
     if has_attention:
         module = found.at(prefix, "self_attn.")
         if config.latent is None:
@@ -212,70 +204,6 @@ def _take_latent(
         found.linears(module, {"wk": index.dim, "weights_proj": index.heads}, hidden)
         for part in ("weight", "bias"):
             found.take(found.at(module, f"k_norm.{part}"), index.dim)
-
-
-def _take_recurrent(
-    found: ExpectedTensors, module: str, config: "ModelConfig", recurrent: RecurrentConfig
-) -> None:
-    hidden, heads, values = config.hidden_size, recurrent.heads, recurrent.values
-    keys, channels, width = recurrent.key_heads * recurrent.key_dim, recurrent.channels, recurrent.conv_width
-    convolution, outputs, norm = "conv1d", "out_proj", recurrent.value_dim
-    match recurrent.kind:
-        case "short_conv":
-            parts = dict.fromkeys(("in_proj_b", "in_proj_c", "in_proj_x"), channels)
-            convolution, values = "conv", channels
-        case "mamba2":
-            parts = {"in_proj_z": values, "in_proj_x": values, "in_proj_B": keys, "in_proj_C": keys}
-            parts["in_proj_dt"], norm = heads, values if recurrent.norm is not None else 0
-        case "mamba1":
-            parts, norm = dict.fromkeys(("in_proj_x", "in_proj_z"), values), 0
-            _take_time_steps(found, module, recurrent)
-        case "kimi_delta":
-            parts, outputs = dict.fromkeys(("q_proj", "k_proj", "v_proj"), values), "o_proj"
-            inner = recurrent.key_dim
-            found.linears(module, {"b_proj": heads}, hidden)
-            if recurrent.has_full_gates:
-                found.linears(module, {"f_proj": values, "g_proj": values}, hidden)
-            else:
-                found.linears(module, {"f_a_proj": inner, "g_a_proj": inner}, hidden)
-                found.linears(module, {"f_b_proj": values, "g_b_proj": values}, inner)
-        case _ if recurrent.is_interleaved:
-            parts = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * heads}
-        case _:
-            parts = {"in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
-            qkv = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values}
-            found.linears(module, qkv, hidden, stacks=("in_proj_qkv",))
-    stacks = ("in_proj",) if recurrent.kind in {"short_conv", "mamba1", "mamba2"} else ()
-    found.linears(module, parts, hidden, bias=recurrent.bias, stacks=stacks)
-    if found.has(found.at(module, convolution)):
-        found.take(found.at(module, f"{convolution}.weight"), channels, 1, width)
-    else:
-        sizes = (keys, keys, values) if recurrent.kind == "gated_delta" else (values,) * 3
-        for name, rows in zip(("q_conv1d", "k_conv1d", "v_conv1d"), sizes, strict=True):
-            found.take(found.at(module, f"{name}.weight"), rows, 1, width)
-    if recurrent.conv_bias:
-        found.take(found.at(module, f"{convolution}.bias"), channels)
-    if heads and recurrent.kind != "mamba1":
-        is_kimi = recurrent.kind == "kimi_delta"
-        decays = (1, 1, heads, 1) if is_kimi and not recurrent.has_full_gates else (heads,)
-        found.take(found.at(module, "A_log"), *decays)
-        found.take(found.at(module, "dt_bias"), values if is_kimi else heads)
-        if recurrent.kind == "mamba2":
-            found.take(found.at(module, "D"), heads)
-        if norm:
-            found.take(found.at(module, "o_norm.weight" if is_kimi else "norm.weight"), norm)
-    found.linears(module, {outputs: hidden}, values, bias=recurrent.out_bias)
-
-
-def _take_time_steps(found: ExpectedTensors, module: str, recurrent: RecurrentConfig) -> None:
-    """Take what makes time steps, keys and queries of Mamba 1."""
-    values, rank, keys = recurrent.values, recurrent.step_rank, recurrent.key_dim
-    found.linears(module, {"x_proj": rank + 2 * keys}, values)
-    found.linears(module, {"dt_proj": values}, rank, bias=True)
-    found.take(found.at(module, "A_log"), values, keys)
-    found.take(found.at(module, "D"), values)
-    for part, width in (("dt", rank), ("b", keys), ("c", keys)) if recurrent.has_step_weights else ():
-        found.take(found.at(module, f"{part}_layernorm.weight"), width)
 
 
 def _take_mlp(found: ExpectedTensors, prefix: str, config: "ModelConfig", layer: int) -> None:

@@ -7,7 +7,7 @@ model that fits never runs out of memory later.
     weights   = parameters · bytes of the weights' dtype, or see `weights_bytes` when quantized
     KV        = blocks · block size · 2 · layers · kv_heads · (head_dim · bytes of the KV dtype, or
                 head_dim + 4 with a scale per head); head_dim as the C++ kernels pad it
-    workspace = see `workspace_bytes` in memory_model.py
+    workspace = see `Workspace` in memory_model.py
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Memory model: bytes of weights and of the workspace, which is everything else except the KV cache."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from llmbox.kernels.quant_formats import Quant
 
@@ -79,64 +79,78 @@ def adapter_scratch(device: str, rows: int, per_token: int = 1) -> int:
     return LORA_LOW_BYTES + (LORA_EXPERT_ROW * rows * per_token if per_token > 1 else 0)
 
 
-def workspace_bytes(
-    shape: ModelShape,
-    device: str,
-    dtype: str,
-    *,
-    context: int,
-    rows: int,
-    max_running: int,
-    native_threads: int | None = None,
-    graphs: int = 0,
-    is_alone: bool = True,
-) -> int:
-    """Return the peak bytes of a step of `rows` tokens, without weights and KV cache. `is_alone`: False
-    beside another model on the same GPU, whose CUDA context serves both.
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Memory of steps, without weights and KV cache: a function of the device and of what steps may hold."""
 
-    activations  rows · ((3 · hidden + max(2 · (heads + kv_heads) · head_dim, 3 · ffn)) · b + 2 · hidden · 4)
-                 residual, normed input and output; the larger of attention's and the MLP's inner rows;
-                 float32 inside the norm
-    per layer    rows · 3 · L · P · b: embeddings of width P of all L layers, their projections and sums
-    experts      (rows · experts per token + 16 · experts) · (2 · hidden + 3 · inner) · b: copies of rows,
-                 their inner rows and results; CPU kernels compute whole tiles of 16 rows per expert.
-                 rows · experts per token · hidden · b more for results that CPU ranks exchange
-    attention    a mask and scores, at most ATTENTION_SCRATCH each, and one request's K and V gathered in
-                 float32, padded by at most a half: 3 · context · kv_heads · head_dim · 4. The C++ kernels
-                 (with `native_threads` threads) read keys in place, with one tile of scores per thread
-    positions    RoPE tables of cosines and sines: 2 · context · head_dim · 4
-    logits       (max_running + PROMPT_LOGPROB_ROWS) · vocab · (4 + b), and the sampler's integers: 32 bytes
-                 per vocabulary entry for each row that it processes at once
-    runtime      CUDA context and libraries; on a CPU the growth of the allocator and the interpreter
-    graphs       memory of that many CUDA graphs
-    images     activations of a layer of the vision tower, and the embeddings that are kept
-    """
-    size = DTYPE_BYTES[dtype]
-    inner = max(2 * (shape.heads + shape.kv_heads) * shape.head_dim, 3 * shape.ffn)
-    activations = rows * (3 * shape.hidden * size + inner * size + 2 * shape.hidden * 4)
-    activations += rows * 3 * shape.looked_up_width * size
-    if shape.experts is not None:
-        gathered_rows = rows * shape.experts.per_token + EXPERT_ROWS * shape.experts.held
-        activations += gathered_rows * (2 * shape.hidden + 3 * shape.experts.inner) * size
-        if shape.experts.ranks > 1 and device == "cpu":
-            activations += rows * shape.experts.per_token * shape.hidden * size
-    scores = 2 * min(ATTENTION_SCRATCH, shape.heads * rows * context * 4)
-    gathered = 3 * context * shape.kv_heads * shape.head_dim * 4
-    if native_threads is not None:
-        scores, gathered = native_threads * NATIVE_SCRATCH, 0
-    positions = 2 * context * shape.head_dim * 4
-    sampled = max_running + PROMPT_LOGPROB_ROWS
-    at_once = PROMPT_LOGPROB_ROWS if device == "cuda" else 1
-    logits = 0 if shape.is_bidirectional else shape.vocab * (sampled * (4 + size) + at_once * 32)
-    runtime = _CPU_RUNTIME
-    if device == "cuda":
-        runtime = CUDA_CONTEXT + _CUDA_LIBRARIES if is_alone else 0
-    images = 0
-    if shape.vision is not None:
-        numbers = shape.vision.tower_rows * shape.vision.patch_numbers + shape.vision.slice_numbers
-        images = numbers * size + shape.vision.tower_rows * shape.vision.row_bytes
-        images += image_cache_bytes(shape, dtype)
-    return activations + scores + gathered + positions + logits + runtime + graphs_reserve(graphs) + images
+    device: str
+    dtype: str
+    context: int
+    max_running: int
+    native_threads: int | None = None
+    """Threads of the C++ kernels; None for other kernels."""
+
+    def peak_bytes(self, shape: ModelShape, rows: int, *, graphs: int = 0, is_alone: bool = True) -> int:
+        """Return the peak bytes of a step of `rows` tokens. `graphs`: number of CUDA graphs. `is_alone`:
+        False beside another model on the same GPU, whose CUDA context serves both.
+        """
+        runtime = _CPU_RUNTIME
+        if self.device == "cuda":
+            runtime = CUDA_CONTEXT + _CUDA_LIBRARIES if is_alone else 0
+        positions = 2 * self.context * shape.head_dim * 4  # RoPE tables of cosines and sines
+        step = self._activations(shape, rows) + self._attention(shape, rows) + positions + self._logits(shape)
+        return step + runtime + graphs_reserve(graphs) + self._images(shape)
+
+    def _activations(self, shape: ModelShape, rows: int) -> int:
+        """Return the bytes of a layer's rows.
+
+        layer      rows · ((3 · hidden + max(2 · (heads + kv_heads) · head_dim, 3 · ffn)) · b +
+                   2 · hidden · 4): residual, normed input and output; the larger of attention's and the
+                   MLP's inner rows; float32 inside the norm
+        per layer  rows · 3 · L · P · b: embeddings of width P of all L layers, their projections and sums
+        experts    (rows · experts per token + 16 · experts) · (2 · hidden + 3 · inner) · b: copies of rows,
+                   their inner rows and results; CPU kernels compute whole tiles of 16 rows per expert.
+                   rows · experts per token · hidden · b more for results that CPU ranks exchange
+        """
+        size, experts = DTYPE_BYTES[self.dtype], shape.experts
+        inner = max(2 * (shape.heads + shape.kv_heads) * shape.head_dim, 3 * shape.ffn)
+        total = rows * (3 * shape.hidden * size + inner * size + 2 * shape.hidden * 4)
+        total += rows * 3 * shape.looked_up_width * size
+        if experts is not None:
+            gathered_rows = rows * experts.per_token + EXPERT_ROWS * experts.held
+            total += gathered_rows * (2 * shape.hidden + 3 * experts.inner) * size
+            if experts.ranks > 1 and self.device == "cpu":
+                total += rows * experts.per_token * shape.hidden * size
+        return total
+
+    def _attention(self, shape: ModelShape, rows: int) -> int:
+        """Return the bytes of a mask and scores, at most ATTENTION_SCRATCH each, and of one request's K and V
+        gathered in float32, padded by at most a half: 3 · context · kv_heads · head_dim · 4. The C++ kernels
+        read keys in place, with one tile of scores per thread.
+        """
+        if self.native_threads is not None:
+            return self.native_threads * NATIVE_SCRATCH
+        scores = 2 * min(ATTENTION_SCRATCH, shape.heads * rows * self.context * 4)
+        return scores + 3 * self.context * shape.kv_heads * shape.head_dim * 4
+
+    def _logits(self, shape: ModelShape) -> int:
+        """Return (max_running + PROMPT_LOGPROB_ROWS) · vocab · (4 + b) bytes, and the sampler's integers: 32
+        per vocabulary entry for each row that it processes at once.
+        """
+        if shape.is_bidirectional:
+            return 0
+        sampled = self.max_running + PROMPT_LOGPROB_ROWS
+        at_once = PROMPT_LOGPROB_ROWS if self.device == "cuda" else 1
+        return shape.vocab * (sampled * (4 + DTYPE_BYTES[self.dtype]) + at_once * 32)
+
+    def _images(self, shape: ModelShape) -> int:
+        """Return the bytes of a layer of the vision tower, and of the embeddings that are kept."""
+        vision = shape.vision
+        if vision is None:
+            return 0
+        numbers = vision.tower_rows * vision.patch_numbers + vision.slice_numbers
+        tower = numbers * DTYPE_BYTES[self.dtype] + vision.tower_rows * vision.row_bytes
+        return tower + image_cache_bytes(shape, self.dtype)
 
 
 def image_cache_bytes(shape: ModelShape, dtype: str) -> int:

@@ -17,6 +17,7 @@ from ..model_config.shape import (
     head_bytes,
     layers_bytes,
 )
+from .memory_plan import MemoryPlan
 
 
 def decode_tokens_per_second(
@@ -212,48 +213,35 @@ class Scaling:
 
 
 def decode_scaling(
-    shape: ModelShape,
-    tp: int,
-    pp: int,
-    *,
-    dtype: str,
-    kv_dtype: str,
-    link: RankLink,
-    rows: int = 1,
-    context: int = 0,
-    expert_parallel: bool = False,
-    results: bool = False,
+    shape: ModelShape, plan: MemoryPlan, link: RankLink, *, rows: int = 1, context: int = 0
 ) -> Scaling:
-    """Return the expected decoding speed. Ranks with whole experts are counted as if rows chose as many of
-    each; a step waits for the one with most. `results`: as in `traffic`.
+    """Return the expected decoding speed of unquantized weights. Ranks with whole experts are counted as if
+    rows chose as many of each; a step waits for the one with most.
 
     The stages process the `rows` of one step one after another, so `pp` does not divide their time. Work for
     other steps at the same time is not counted.
     """
-    alone = decode_tokens_per_second(shape, dtype, kv_dtype, link.memory, rows=rows, context=context)
-    part = rank_shape(shape, tp, 1, expert_parallel=expert_parallel)
-    reading = rows / decode_tokens_per_second(part, dtype, kv_dtype, link.memory, rows=rows, context=context)
-    sums, handing_on = exchange_seconds(shape, tp, pp, dtype=dtype, link=link, rows=rows, results=results)
-    return Scaling(alone, rows / (reading + sums + handing_on))
+
+    def speed(read: ModelShape) -> float:
+        return decode_tokens_per_second(
+            read, plan.dtype, plan.kv_dtype, link.memory, rows=rows, context=context
+        )
+
+    part = rank_shape(shape, plan.tp, 1, expert_parallel=plan.expert_parallel)
+    sums, handing_on = exchange_seconds(shape, plan, link, rows=rows)
+    return Scaling(speed(shape), rows / (rows / speed(part) + sums + handing_on))
 
 
 def exchange_seconds(
-    shape: ModelShape,
-    tp: int,
-    pp: int,
-    *,
-    dtype: str,
-    link: RankLink,
-    rows: int,
-    results: bool = False,
+    shape: ModelShape, plan: MemoryPlan, link: RankLink, *, rows: int
 ) -> tuple[float, float]:
-    """Return the seconds that a step of `rows` spends in all-reduces, and between stages. `results`: as in
-    `traffic`.
-    """
-    moved = traffic(shape, tp, pp, dtype, results=results)
+    """Return the seconds that a step of `rows` spends in all-reduces, and between stages."""
+    results = plan.exchanges_results
+    moved = traffic(shape, plan.tp, plan.pp, plan.dtype, results=results)
     sums = 0.0
-    if tp > 1:
+    if plan.tp > 1:
         more = shape.experts.layers if results and shape.experts and shape.experts.shared else 0
-        sums = (2 * shape.layers + 1 + more) * link.seconds + rows * moved.sums * pp / link.bandwidth
-    handing_on = (pp - 1) * (link.seconds + rows * moved.stages / link.bandwidth) if pp > 1 else 0.0
-    return sums, handing_on
+        sums = (2 * shape.layers + 1 + more) * link.seconds + rows * moved.sums * plan.pp / link.bandwidth
+    if plan.pp == 1:
+        return sums, 0.0
+    return sums, (plan.pp - 1) * (link.seconds + rows * moved.stages / link.bandwidth)

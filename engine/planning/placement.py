@@ -311,7 +311,7 @@ def _show_format(quant: str, dtype: str) -> str:
 
 def _workspace(plan: MemoryPlan, whole: ModelShape) -> int:
     """Return the bytes of rows, logits and results on their way (float32 logits), and of the copies of rows
-    that the C++ kernels make: see `workspace_bytes`.
+    that the C++ kernels make: see `Workspace`.
     """
     experts = whole.experts
     assert experts is not None

@@ -16,7 +16,7 @@ from ..kv_store.block_file import segment_bytes
 from ..kv_store.store_threads import BUFFER_BYTES
 from ..model_config.shape import DTYPE_BYTES, ModelShape
 from .disaggregation import PREFILL_RUNNING
-from .memory_model import MOST_DRAFT_ROWS, adapter_scratch, capture_sizes, weights_bytes, workspace_bytes
+from .memory_model import MOST_DRAFT_ROWS, Workspace, adapter_scratch, capture_sizes, weights_bytes
 from .memory_plan import DraftModelSizes, MemoryBudget, MemoryPlan, resolve_dtypes
 
 _SMALLEST_CONTEXT = 256
@@ -299,26 +299,21 @@ class Planner:
         is_whole = self.shape.is_bidirectional or not self.config.chunked_prefill
         rows += context if is_whole else self._image_rows
         is_native = self._is_native and not self.shape.is_bidirectional
-        need = partial(
-            workspace_bytes,
-            device=self.budget.device,
-            dtype=self.dtype,
-            context=context,
-            max_running=self.max_running,
-            native_threads=self.config.threads or self.budget.cores if is_native else None,
-        )
+        threads = self.config.threads or self.budget.cores if is_native else None
+        workspace = Workspace(self.budget.device, self.dtype, context, self.max_running, threads)
         drafting = adapters = 0
         if self.draft is not None:  # a draft head shares the model's vocabulary, and keeps rows of the step
             vocab = max(self.draft.shape.vocab, self.shape.vocab)
             own, graphs = replace(self.draft.shape, vocab=vocab), self._graphs() * self.draft.has_layers
             is_whole = self.budget.device == "cuda" and self.draft.features > 0  # a head takes a whole step
-            drafting = need(own, rows=rows if is_whole else DRAFT_MODEL_ROWS, graphs=graphs, is_alone=False)
+            own_rows = rows if is_whole else DRAFT_MODEL_ROWS
+            drafting = workspace.peak_bytes(own, own_rows, graphs=graphs, is_alone=False)
             drafting += 2 * rows * self.draft.features * DTYPE_BYTES[self.dtype]
             drafting = ceil_div(drafting, self.ranks)
         if self.config.plans_adapters:
             experts = self.shape.experts.per_token if self.shape.experts else 1
             adapters = self.config.lora_bytes + adapter_scratch(self.budget.device, rows, experts)
-        return drafting + adapters + need(self.shape, rows=rows, graphs=self._graphs())
+        return drafting + adapters + workspace.peak_bytes(self.shape, rows, graphs=self._graphs())
 
     def _graphs(self) -> int:
         """Return the maximum number of CUDA graphs to reserve memory for. Steps with adapters have others."""

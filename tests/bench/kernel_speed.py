@@ -44,6 +44,9 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=8)
     parser.add_argument("--kernels", default="cpu", help="an instruction set, as LLMBOX_KERNELS names it")
     options = parser.parse_args()
+    known = {"none", "attention", *QUANTS, *(name for name, quant in GGUF_QUANTS.items() if quant.grid)}
+    if unknown := {name.removesuffix("+order") for name in options.formats} - known:
+        parser.error(f"unknown formats: {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
     torch.set_num_threads(1)
     backend = load_backend(options.kernels)
     backend.use_threads([0])

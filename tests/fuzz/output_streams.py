@@ -14,9 +14,10 @@ import random
 import sys
 import time
 
+from llmbox.app.text.output import make_parser
 from llmbox.app.text.output.call_parsers import Schemas
 from llmbox.app.text.output.output_formats import OutputFormat, ReasoningMarks, Thinking
-from llmbox.app.text.output.output_parser import OutputParser, ParsedOutput
+from llmbox.app.text.output.output_parser import ParsedOutput
 from support.output_examples import FORMATS, SCHEMAS, random_answer
 from support.results import renew
 
@@ -27,7 +28,7 @@ BATCH = 1000
 def parse(
     pieces: list[str] | str, thinking: Thinking, format_: OutputFormat, schemas: Schemas
 ) -> ParsedOutput:
-    parser = OutputParser(format_, thinking, schemas)
+    parser = make_parser(format_, thinking, schemas)
     whole = ParsedOutput()
     for part in [*map(parser.push, pieces), parser.finish()]:
         whole.add(part)

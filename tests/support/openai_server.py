@@ -116,7 +116,8 @@ def serving(
         app.state.control = server.control = server.call(_controlled(services))
     loop.call_soon_threadsafe(services.batches.start, partial(send_in_process, app))
     done = asyncio.run_coroutine_threadsafe(
-        serve(app, sockets, limits=services.settings.limits, drain=services.drain, drain_timeout=1.0), loop
+        serve(app.shell, sockets, limits=services.settings.limits, drain=services.drain, drain_timeout=1.0),
+        loop,
     )
     try:
         yield server

@@ -156,7 +156,7 @@ def adopt(program: Program, *, paths: tuple[Path, ...], name: str | None, as_jso
     A PATH is another Hugging Face cache, a model's folder, or a folder of such folders (as LM Studio keeps
     them).
     """
-    from ...hub.cache_layout import find_adoptable
+    from ...hub.local_models import find_adoptable
     from ...models.catalog import check_name
 
     if name is not None and len(paths) != 1:
@@ -202,7 +202,7 @@ def rm(program: Program, *, refs: tuple[str, ...], yes: bool, as_json: bool) -> 
         removed: list[dict[str, Any]] = answer["removed"]
     else:
         from ...control.kv_cache import prune_kv_cache
-        from ...hub.remove import find_removable, remove
+        from ...hub.local_models import find_removable, remove
 
         found = [find_removable(ref, program.environ, program.names) for ref in refs]
         removed = [asdict(remove(each, program.registry)) for each in found]
@@ -220,7 +220,7 @@ def rm(program: Program, *, refs: tuple[str, ...], yes: bool, as_json: bool) -> 
 
 def _what_goes(program: Program, refs: Sequence[str]) -> str:
     """Build the question, with the bytes that are freed. Raises CliError for a model that is not there."""
-    from ...hub.remove import find_removable
+    from ...hub.local_models import find_removable
 
     parts = []
     for ref in dict.fromkeys(refs):
@@ -269,7 +269,7 @@ def df(program: Program, *, prune: bool, prune_all: bool, as_json: bool, quiet: 
 
 def disk_report(program: Program, packed: "PackedWeightCache") -> dict[str, Any]:
     """Return the bytes that models, caches and files of the daemon take, as `df --json` shows them."""
-    from ...hub.remove import disk_use, folder_size
+    from ...hub.local_models import disk_use, folder_size
     from ...hub.transfer import free_space
     from ...models.catalog import hub_cache
 

@@ -310,7 +310,7 @@ def _is_ours(program: Program, unit: Path) -> bool:
 
 
 def _size(path: Path) -> int:
-    from ...hub.remove import folder_size
+    from ...hub.local_models import folder_size
 
     return folder_size(path) if path.is_dir() else path.lstat().st_size
 

@@ -9,11 +9,13 @@ from msgspec import structs
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError, unsupported_parameter
 from ...gateway.gateway import model_limit
-from ..openai.chat import ChatCall, chat_ids, chat_request, prepare_translated
+from ..openai.chat import ChatCall, chat_ids, prepare_translated
 from ..openai.chat_messages import build_chat
 from ..openai.request_context import RequestContext, check_prompts
+from ..openai.request_types import ChatCompletionRequest
 from ..openai.unsupported import refuse_unsupported, unknown_fields
 from ..server.errors import NO_THREADS
+from ..server.request import convert
 from .conversation import chat_messages, has_late_system, referenced_tools
 from .request_types import (
     AnthropicOutputFormat,
@@ -246,7 +248,7 @@ async def count_prompt_tokens(call: RequestContext, data: CountTokensRequest) ->
     model = await call.find_model(data.model)
 
     async def count(request: CountTokensRequest) -> int:
-        body = chat_request(prompt_fields(request, late_system=late_system))
+        body = convert(prompt_fields(request, late_system=late_system), ChatCompletionRequest)
         ids = await chat_ids(call.gateway, model, build_chat(body, call.limits), call.caller.tenant)
         check_prompts([ids], "messages", model)
         return len(ids)

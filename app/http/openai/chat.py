@@ -16,6 +16,7 @@ from llmbox.engine.ipc.messages import PreparedImage, TokenLogprobs
 from llmbox.engine.model_config.vision.config import NO_TOWER
 from llmbox.engine.sampling_params import ThinkingParams
 
+from ...config.settings import LimitSettings
 from ...engines.loaded_model import LoadedModel
 from ...errors import ApiError
 from ...gateway.gateway import Gateway, check_generates
@@ -26,7 +27,7 @@ from ...text.chat_template import Chat, RenderedChat
 from ...text.output.call_parsers import ParsedToolCall
 from ...text.output.output_parser import OutputParser, ParsedOutput
 from ...util.threads import off_loop
-from ..server.request import invalid as invalid_body
+from ..server.request import convert
 from .chat_messages import ParserOptions, build_chat, call_id, final_reason, input_of, reasoning_tokens
 from .completions import CompletionCall, prepare_completion
 from .request_context import CheckedRequest, Deadlines, RequestContext, check_prompts, truncate_prompts
@@ -59,7 +60,13 @@ from .sampling import (
     with_effort,
 )
 from .stored import NOT_STORED, Store
-from .structured_output import add_grammar, find_answer_constraint, find_call_constraint, unknown_inside
+from .structured_output import (
+    StructuredAnswer,
+    add_grammar,
+    find_answer_constraint,
+    find_call_constraint,
+    unknown_inside,
+)
 from .unsupported import refuse_unsupported, unknown_fields
 
 
@@ -74,6 +81,30 @@ class ChatCall(CheckedRequest[ChatCompletionRequest]):
         return bool(self.body.logprobs)
 
 
+@dataclass(frozen=True, slots=True)
+class _ChatInputs:
+    """Parts of a chat request that need no model."""
+
+    chat: Chat
+    answer: StructuredAnswer | None
+    stop: tuple[str, ...]
+    max_tokens: int | None
+    max_tokens_param: str
+
+    @classmethod
+    def of(cls, body: ChatCompletionRequest, limits: LimitSettings) -> "_ChatInputs":
+        """Check all that can be checked without a model. Raises ApiError."""
+        refuse_unsupported(body)
+        check_common(body, limits)
+        check_alternatives("top_logprobs", body.top_logprobs, 20)
+        max_tokens, max_tokens_param = _max_tokens(body)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise invalid("top_logprobs", "it is only allowed when 'logprobs' is true")
+        stop = stop_strings(body, limits)
+        answer = find_answer_constraint(body, limits)
+        return cls(build_chat(body, limits), answer, stop, max_tokens, max_tokens_param)
+
+
 async def prepare_chat(
     call: RequestContext, body: ChatCompletionRequest, prefix: str = "chatcmpl"
 ) -> ChatCall:
@@ -82,19 +113,11 @@ async def prepare_chat(
 
     `prefix`: of the answer's id.
     """
-    refuse_unsupported(body)
-    check_common(body, call.limits)
-    check_alternatives("top_logprobs", body.top_logprobs, 20)
-    max_tokens, max_tokens_param = _max_tokens(body)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise invalid("top_logprobs", "it is only allowed when 'logprobs' is true")
-    stop = stop_strings(body, call.limits)
-    answer = find_answer_constraint(body, call.limits)
-    chat = build_chat(body, call.limits)
+    inputs = _ChatInputs.of(body, call.limits)
     deadlines = Deadlines.of(call, body)
     model = await call.find_model(body.model, deadlines)
     check_generates(model)
-    chat, warnings = with_effort(chat, body.reasoning_effort, model.text.chat_template)
+    chat, warnings = with_effort(inputs.chat, body.reasoning_effort, model.text.chat_template)
     logprobs = Logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
     reservation = call.reserve(model, body.n or 1)
     params = await sampling_params(body, model, call.limits, logprobs)
@@ -106,14 +129,9 @@ async def prepare_chat(
     warnings += budget_warnings(body.thinking_token_budget, thinking)
     params = replace(params, thinking=thinking)
     params, unchecked = await add_grammar(
-        params, answer, calls, model, call.gateway, call.limits, call.caller.tenant
+        params, inputs.answer, calls, model, call.gateway, call.limits, call.caller.tenant
     )
-    warnings += unchecked
-    prompt, images = await encode_chat(model, rendered, decoded)
-    check_prompts([prompt], "messages", model)
-    if images and body.truncate_prompt_tokens is not None:
-        raise invalid("truncate_prompt_tokens", "a prompt with images is not truncated")
-    prompts, cut = truncate_prompts([prompt], body.truncate_prompt_tokens, max_tokens, model)
+    prompts, images, cut = await _prompts(body, model, rendered, decoded, inputs.max_tokens)
     generation = Generation(
         id=public_id(prefix, body.request_id, call.exchange, call.gateway),
         model=model,
@@ -121,15 +139,31 @@ async def prepare_chat(
         images=images,
         image_lease=lease,
         params=params,
-        max_tokens=max_tokens,
-        stop=stop,
+        max_tokens=inputs.max_tokens,
+        stop=inputs.stop,
         call_mark=parsing.tools.call_mark if parsing.tools and stops_loops(body) else None,
         skip_special=body.skip_special_tokens is not False and not parsing.needs_special(model.text),
         **call.generation_fields(body, deadlines, reservation),
-        max_tokens_param=max_tokens_param,
+        max_tokens_param=inputs.max_tokens_param,
     )
     echo = _echo(chat) if body.echo else ""
-    return ChatCall(body, generation, _warnings(call, body) + warnings + cut, parsing, echo)
+    return ChatCall(body, generation, [*_warnings(call, body), *warnings, *unchecked, *cut], parsing, echo)
+
+
+async def _prompts(
+    body: ChatCompletionRequest,
+    model: LoadedModel,
+    rendered: RenderedChat,
+    decoded: Sequence[DecodedImage],
+    max_tokens: int | None,
+) -> tuple[list[list[int]], list[PreparedImage], list[str]]:
+    """Return the prompt's ids, its images and warnings. Raises ApiError where it does not fit."""
+    prompt, images = await encode_chat(model, rendered, decoded)
+    check_prompts([prompt], "messages", model)
+    if images and body.truncate_prompt_tokens is not None:
+        raise invalid("truncate_prompt_tokens", "a prompt with images is not truncated")
+    prompts, cut = truncate_prompts([prompt], body.truncate_prompt_tokens, max_tokens, model)
+    return prompts, images, cut
 
 
 async def _thinking(
@@ -306,14 +340,6 @@ def _warnings(call: RequestContext, body: ChatCompletionRequest) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def chat_request(plain: dict[str, Any]) -> ChatCompletionRequest:
-    """Decode and check `plain` as a chat request. Raises ApiError 400."""
-    try:
-        return msgspec.convert(plain, ChatCompletionRequest)
-    except msgspec.ValidationError as error:  # bounds that are the chat's own
-        raise invalid_body(str(error)) from None
-
-
 async def prepare_translated_completion(
     call: RequestContext, plain: dict[str, Any], names: Mapping[str, str]
 ) -> CompletionCall:
@@ -322,10 +348,9 @@ async def prepare_translated_completion(
     """
     body = msgspec.json.encode(plain)
     translated = replace(call, plain=plain, body=body, endpoint="/v1/completions")
+    converted = convert(plain, CompletionRequest)
     try:
-        return await prepare_completion(translated, msgspec.convert(plain, CompletionRequest))
-    except msgspec.ValidationError as error:
-        raise invalid_body(str(error)) from None
+        return await prepare_completion(translated, converted)
     except ApiError as error:
         _rename(error, names)
         raise
@@ -339,7 +364,7 @@ async def prepare_translated(
     """
     translated = replace(call, plain=plain, body=msgspec.json.encode(plain))
     try:
-        chat = await prepare_chat(translated, chat_request(plain), prefix=prefix)
+        chat = await prepare_chat(translated, convert(plain, ChatCompletionRequest), prefix=prefix)
     except ApiError as error:
         _rename(error, names)
         raise

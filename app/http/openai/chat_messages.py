@@ -21,6 +21,7 @@ from ...images.source import ImageSource
 from ...text.chat_template import Chat, RenderedChat
 from ...text.grammar.grammars import Grammar, json_input
 from ...text.grammar.json_lark import LarkError, lark_in_json
+from ...text.output import make_parser
 from ...text.output.call_parsers import ParsedToolCall, Schemas
 from ...text.output.output_formats import OutputFormat, ReasoningMarks, Thinking, ToolSyntax, thinking_after
 from ...text.output.output_parser import OutputParser, read_arguments
@@ -316,7 +317,7 @@ class ParserOptions:
         return self.thinking != "no" or self.tools is not None or self.format.has_parts
 
     def parser(self) -> OutputParser:
-        return OutputParser(
+        return make_parser(
             self.format, self.thinking, self.schemas, self.most_calls, is_forced=self.is_forced
         )
 

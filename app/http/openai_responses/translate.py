@@ -13,12 +13,14 @@ from ...errors import ApiError, unsupported_parameter
 from ...gateway.gateway import model_limit
 from ...services import Services
 from ...store.stored_answers import StoredAnswer, StoredAnswers
-from ..openai.chat import ChatCall, chat_ids, chat_request, prepare_translated
+from ..openai.chat import ChatCall, chat_ids, prepare_translated
 from ..openai.chat_messages import build_chat
 from ..openai.request_context import RequestContext, check_prompts
+from ..openai.request_types import ChatCompletionRequest
 from ..openai.sampling import invalid, thinks
 from ..openai.stored import Store, not_found
 from ..openai.unsupported import refuse_unsupported, unknown_fields
+from ..server.request import convert
 from .items import chat_messages
 from .request_types import PromptFields, ResponseRequest
 from .tools import Placed, Toolbox, joined_name, with_places
@@ -301,7 +303,7 @@ async def _fitting(
 async def _count(
     call: RequestContext, model: LoadedModel, data: PromptFields, items: Sequence[Placed], tools: Toolbox
 ) -> int:
-    body = chat_request(prompt_fields(data, items, tools))
+    body = convert(prompt_fields(data, items, tools), ChatCompletionRequest)
     ids = await chat_ids(call.gateway, model, build_chat(body, call.limits), call.caller.tenant)
     check_prompts([ids], "input", model)
     return len(ids)

@@ -84,6 +84,14 @@ def decode(body: bytes, kind: type[T], max_depth: int = 32) -> tuple[T, Any]:
     return typed, plain
 
 
+def convert(plain: Any, kind: type[T]) -> T:
+    """Convert plain values that another dialect's request was translated to. Raises ApiError 400."""
+    try:
+        return msgspec.convert(plain, kind)
+    except msgspec.ValidationError as error:  # bounds of `kind` alone
+        raise invalid(str(error)) from None
+
+
 def invalid(message: str, kind: Any = Any) -> ApiError:
     """Build the error for msgspec's validation message, with `param` as a path such as
     `messages[0].content`. Where a field of `kind` takes some values alone, the message lists them.

@@ -15,9 +15,6 @@ from ..batches import Batch, BatchCounts, BatchItem, BatchKind, BatchPage, Batch
 from ..stored_answers import encode_json
 from ..tables import BatchItemRow, BatchRow, delete_rows
 
-_SAME = ("owner", "id", "created", "expires", "ended", "cancelled", "total", "seq")
-"""Fields of a batch that are columns of the same name."""
-
 
 def add(engine: Engine, batch: Batch, items: Sequence[BatchItem]) -> Batch:
     row = {
@@ -197,9 +194,16 @@ def _batches(session: Session, rows: Sequence[BatchRow]) -> list[Batch]:
     return [
         Batch(
             kind="openai" if row.kind == "openai" else "anthropic",
+            owner=row.owner,
+            id=row.id,
+            created=row.created,
+            expires=row.expires,
+            ended=row.ended,
+            cancelled=row.cancelled,
+            total=row.total,
             details=msgspec.json.decode(row.details),
             counts=BatchCounts(**counts[row.seq]),
-            **{name: getattr(row, name) for name in _SAME},
+            seq=row.seq or 0,
         )
         for row in rows
     ]

@@ -7,18 +7,15 @@ that the answer's longest length cuts off is returned with the arguments so far.
 import contextlib
 import json
 import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from .call_parsers import ParsedToolCall, Schemas, is_inside_value, parse_calls, parse_cut_calls
 from .output_formats import OutputFormat, Thinking, ToolSyntax, beginning_length
 
-_Place = Literal["start", "thoughts", "text", "call", "header", "message"]
-_HEADER_END: Final = "<|message|>"
-_LONGEST_HEADER: Final = 256
-"""Characters of a harmony header; longer text is not a header."""
-_HEADER_STARTS: Final = ("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>", "assistant", "to=")
-_MESSAGE_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_Place = Literal["start", "thoughts", "text", "call"]
 _MOST_CLOSERS: Final = 64
 """Closing marks inside values of one call; beyond them the call is text."""
 
@@ -35,7 +32,7 @@ class ParsedOutput:
         self.calls += later.calls
 
 
-class OutputParser:
+class OutputParser(ABC):
     """State of one answer. `schemas` are those of the offered tools, None without tools; `most_calls` bounds
     the calls; `is_forced`: the answer is calls alone.
     """
@@ -53,30 +50,33 @@ class OutputParser:
         """True once reasoning was begun."""
         self.called = 0
         """Number of calls returned so far."""
+        self.marks = format_.reasoning
+        """Marks around thoughts."""
         self._tools: ToolSyntax | None = format_.tools if schemas else None
         self._schemas = schemas or {}
         self._is_forced = is_forced and self._tools is not None
         self._most_calls = most_calls if self._tools is None else most_calls or self._tools.most
-        self.marks = format_.reasoning
-        """Marks around thoughts."""
-        self._wrapper = format_.wrapper
-        begins: dict[Thinking, _Place] = {"no": "text", "may": "start", "inside": "thoughts"}
-        self._place: _Place = begins[thinking]
-        self._harmony = format_.is_harmony
-        if self._harmony:
-            self._place = "header" if thinking == "may" else "message"
-        self._kind: Literal["thoughts", "text", "call"] = "text"
-        """Kind of the harmony message that is being read."""
         self._held = ""
         self._written = ""
         """Beginning of the call that is being read."""
-        self._closer = ""
-        self._searched = 0
-        """Length of the held text that holds no closer that counts."""
-        self._closers = 0
         self._lead = self.thought  # white space at the beginning of this part is layout
-        self._first = True
-        self._wrapped = False
+        self._begin(format_, thinking)
+
+    @abstractmethod
+    def _begin(self, format_: OutputFormat, thinking: Thinking) -> None:
+        """Set what a subclass keeps."""
+
+    @abstractmethod
+    def _advance(self, parts: ParsedOutput) -> bool:
+        """Take one step through the held text. Returns False when more text is needed."""
+
+    @abstractmethod
+    def _end(self, parts: ParsedOutput) -> None:
+        """Take the held text, at the answer's end."""
+
+    @property
+    @abstractmethod
+    def _is_in_call(self) -> bool: ...
 
     def push(self, text: str) -> ParsedOutput:
         self._held += text
@@ -96,22 +96,92 @@ class OutputParser:
         length, so that its last call may be a beginning.
         """
         parts = ParsedOutput()
-        if is_cut and self._end_cut_call(parts):
-            return parts
+        if not (is_cut and self._end_cut_call(parts)):
+            self._end(parts)
+        return parts
+
+    def _end_cut_call(self, parts: ParsedOutput) -> bool:
+        """End the call within which the answer was cut off. Returns False if the held text is no call's."""
+        if self._is_in_call and self._tools is not None:
+            calls = parse_cut_calls(self._tools, self._with_opener(self._held), self._schemas)
+            is_certain = self._is_forced or bool(self._written)  # an answer may begin like a bare call
+            if calls or (calls is not None and is_certain):
+                self._held = ""
+                self._add_calls(calls, parts)
+        return not self._held
+
+    def _end_call(self, raw: str, parts: ParsedOutput, otherwise: str) -> None:
+        """Add the calls in `raw`; where they are none, the text `otherwise`."""
+        calls = self._parsed(raw)
+        if calls is None:
+            parts.content += otherwise
+            self._lead = False
+            return
+        self._add_calls(calls, parts)
+        self._lead = True
+
+    def _parsed(self, raw: str) -> list[ParsedToolCall] | None:
+        assert self._tools is not None
+        return parse_calls(self._tools, self._with_opener(raw), self._schemas)
+
+    def _with_opener(self, raw: str) -> str:
+        """Return the text of a call with the opener that belongs to it."""
+        assert self._tools is not None
+        return raw if self._written in {"", self._tools.opener} else self._written + raw
+
+    def _add_calls(self, calls: list[ParsedToolCall], parts: ParsedOutput) -> None:
+        wanted = calls if self._most_calls is None else calls[: max(0, self._most_calls - self.called)]
+        parts.calls += wanted
+        self.called += len(wanted)
+
+    def _take_until(self, marks: Sequence[str]) -> tuple[str, str]:
+        """Return the text before the first mark, without white space around it, and the mark; without a mark,
+        the text that is certain, and an empty text.
+        """
+        if self._lead:
+            self._held = self._held.lstrip()
+            self._lead = not self._held
+        held = self._held
+        found = [(at, mark) for mark in marks if (at := held.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            self._held = held[at + len(mark) :]
+            return held[:at].rstrip(), mark
+        keep = len(held) - max(beginning_length(mark, held) for mark in marks)
+        keep = len(held[:keep].rstrip())
+        text, self._held = held[:keep], held[keep:]
+        return text, ""
+
+
+class MarkParser(OutputParser):
+    """State of one answer whose thoughts and calls stand between marks."""
+
+    def _begin(self, format_: OutputFormat, thinking: Thinking) -> None:
+        begins: dict[Thinking, _Place] = {"no": "text", "may": "start", "inside": "thoughts"}
+        self._place: _Place = begins[thinking]
+        self._wrapper = format_.wrapper
+        self._wrapped = False
+        self._first = True
+        self._closer = ""
+        self._searched = 0
+        """Length of the held text that holds no closer that counts."""
+        self._closers = 0
+
+    @property
+    def _is_in_call(self) -> bool:
+        return self._place == "call"
+
+    def _end(self, parts: ParsedOutput) -> None:
         while self._place == "call" and not self._end_last_call(parts):
             while self._advance(parts):
                 pass
         rest, self._held = self._held, ""
-        if self._place == "thoughts" or (self._place == "message" and self._kind == "thoughts"):
+        if self._place == "thoughts":
             parts.reasoning += rest
-        elif self._place == "message" and self._kind == "call":
-            self._end_call(rest, "", parts)
-        elif self._place not in {"header", "call"}:
+        elif self._place != "call":
             parts.content += rest
-        return parts
 
     def _advance(self, parts: ParsedOutput) -> bool:
-        """Take one step through the held text. Returns False when more text is needed."""
         match self._place:
             case "start":
                 return self._read_start()
@@ -121,10 +191,6 @@ class OutputParser:
                 return self._read_text(parts)
             case "call":
                 return self._read_call(parts)
-            case "header":
-                return self._read_header()
-            case "message":
-                return self._read_message(parts)
 
     def _read_start(self) -> bool:
         assert self.marks is not None
@@ -230,7 +296,7 @@ class OutputParser:
     def _close_call(self, at: int, parts: ParsedOutput) -> None:
         raw, self._held = self._held[:at], self._held[at + len(self._closer) :]
         self._place = "text"
-        self._end_call(raw, self._closer, parts)
+        self._end_call(raw, parts, self._written + raw + self._closer)
 
     def _end_last_call(self, parts: ParsedOutput) -> bool:
         """End a call whose closer never came. Returns False if text is left to parse: a closer that was taken
@@ -240,109 +306,15 @@ class OutputParser:
         if at < 0 or self._parsed(self._held) is not None:
             raw, self._held = self._held, ""
             self._place = "text"
-            self._end_call(raw, "", parts)
+            self._end_call(raw, parts, self._written + raw)
             return True
         self._close_call(at, parts)
         return False
 
     def _end_cut_call(self, parts: ParsedOutput) -> bool:
-        """End the call within which the answer was cut off. Returns False if the held text is no call's."""
-        is_call = self._place == "call" or (self._place == "message" and self._kind == "call")
-        if is_call and self._tools is not None:
-            calls = parse_cut_calls(self._tools, self._with_opener(self._held), self._schemas)
-            is_certain = self._is_forced or bool(self._written)  # an answer may begin like a bare call
-            if calls or (calls is not None and is_certain):
-                self._held = ""
-                self._add_calls(calls, parts)
-        elif self._is_forced and self._place in {"start", "text"}:
+        if self._is_forced and self._place in {"start", "text"}:
             self._held = ""  # the beginning of a mark
-        return not self._held
-
-    def _with_opener(self, raw: str) -> str:
-        """Return the text of a call with the opener that belongs to it."""
-        assert self._tools is not None
-        return raw if self._written in {"", self._tools.opener} else self._written + raw
-
-    def _parsed(self, raw: str) -> list[ParsedToolCall] | None:
-        assert self._tools is not None
-        return parse_calls(self._tools, self._with_opener(raw), self._schemas)
-
-    def _end_call(self, raw: str, closer: str, parts: ParsedOutput) -> None:
-        calls = self._parsed(raw)
-        if calls is None:
-            parts.content += raw if self._harmony else self._written + raw + closer
-            self._lead = False
-            return
-        self._add_calls(calls, parts)
-        self._lead = True
-
-    def _add_calls(self, calls: list[ParsedToolCall], parts: ParsedOutput) -> None:
-        wanted = calls if self._most_calls is None else calls[: max(0, self._most_calls - self.called)]
-        parts.calls += wanted
-        self.called += len(wanted)
-
-    # ------------------------------------------------------------------ harmony
-
-    def _read_header(self) -> bool:
-        """Read a message's header, which says what the message is."""
-        seen = self._held.lstrip()
-        at = self._held.find(_HEADER_END)
-        begins = seen.startswith(_HEADER_STARTS) or any(each.startswith(seen) for each in _HEADER_STARTS)
-        if not begins or (at < 0 and len(self._held) > _LONGEST_HEADER) or at > _LONGEST_HEADER:
-            self._place, self._kind = "message", "text"
-            return True
-        if at < 0:
-            return False
-        header, self._held = self._held[:at], self._held[at + len(_HEADER_END) :]
-        self._place, self._lead = "message", True
-        self._kind = "text"
-        if "to=functions." in header and self._tools is not None:
-            self._kind, self._written = "call", header + _HEADER_END
-        elif "analysis" in header:
-            self._kind, self.thought = "thoughts", True
-        return True
-
-    def _read_message(self, parts: ParsedOutput) -> bool:
-        if self._kind == "call":
-            found = [(at, mark) for mark in _MESSAGE_ENDS if (at := self._held.find(mark)) >= 0]
-            if not found:
-                return False
-            at, mark = min(found)
-            raw, self._held = self._held[:at], self._held[at:]
-            self._end_call(raw, "", parts)
-        else:
-            text, mark = self._take_until(_MESSAGE_ENDS)
-            if self._kind == "thoughts":
-                parts.reasoning += text
-            else:
-                parts.content += text
-            if not mark:
-                return False
-            self._held = mark + self._held
-        if mark in {"<|end|>", "<|call|>", "<|return|>"}:
-            self._held = self._held[len(mark) :]
-        self._place = "header"
-        return True
-
-    # ------------------------------------------------------------------ search
-
-    def _take_until(self, marks: list[str] | tuple[str, ...]) -> tuple[str, str]:
-        """Return the text before the first mark, without white space around it, and the mark; without a mark,
-        the text that is certain, and an empty text.
-        """
-        if self._lead:
-            self._held = self._held.lstrip()
-            self._lead = not self._held
-        held = self._held
-        found = [(at, mark) for mark in marks if (at := held.find(mark)) >= 0]
-        if found:
-            at, mark = min(found)
-            self._held = held[at + len(mark) :]
-            return held[:at].rstrip(), mark
-        keep = len(held) - max(beginning_length(mark, held) for mark in marks)
-        keep = len(held[:keep].rstrip())
-        text, self._held = held[:keep], held[keep:]
-        return text, ""
+        return super()._end_cut_call(parts)
 
 
 _JSON_TOKEN = re.compile(

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from llmbox.kernels.support import MAX_CONV_WIDTH
 
+from ...checkpoint.index import CountedTensors, ExpectedTensors
 from ..fields import Fields, show
 from ..shape import RecurrentShape
 
@@ -70,32 +71,9 @@ class RecurrentConfig:
     def has_step_weights(self) -> bool:
         return self.step_norm == "weights"
 
-    def parameters(self, hidden: int) -> int:
-        """Return the parameters of a layer, which has them in place of those of attention."""
-        conv = self.channels * (self.conv_width + self.conv_bias)
-        if self.kind == "mamba2":
-            rows = self.values + self.channels + self.heads
-            biases = rows * self.bias + hidden * self.out_bias
-            norm = self.values * (self.norm is not None)
-            return hidden * (rows + self.values) + biases + conv + 3 * self.heads + norm
-        if self.kind == "mamba1":
-            narrow = self.step_rank + 2 * self.key_dim
-            linears = self.values * (3 * hidden + narrow + self.step_rank + 1)
-            biases = 2 * self.values * self.bias + hidden * self.out_bias
-            return linears + biases + conv + self.values * (self.key_dim + 1) + narrow * self.has_step_weights
-        if self.kind == "kimi_delta":
-            gates = 2 * self.key_dim * (hidden + self.values)
-            if self.has_full_gates:
-                gates = 2 * self.values * hidden
-            linears = hidden * (4 * self.values + self.heads)
-            return linears + gates + conv + self.values + self.heads + self.value_dim
-        if self.kind == "gated_delta":
-            linears = hidden * (self.channels + 2 * self.values + 2 * self.heads)
-            return linears + conv + 2 * self.heads + self.value_dim
-        biases = 3 * self.channels * self.bias + hidden * self.out_bias
-        return 4 * hidden * self.channels + conv + biases
-
     def shape(self, hidden: int) -> RecurrentShape:
+        params = CountedTensors()
+        take_recurrent(params, "", hidden, self)
         conv = self.channels * (self.conv_width - 1)
         shared = (("key heads of its recurrent layers", self.key_heads),)
         if self.kind == "short_conv":
@@ -111,10 +89,110 @@ class RecurrentConfig:
             has_kv=self.attention,
             layers=sum(self.layers),
             attention_layers=sum(self.attention),
-            layer_params=self.parameters(hidden),
+            layer_params=params.numbers,
             layer_bytes=STATE_BYTES * (conv + self.values * self.key_dim),
             divisible=shared,
         )
+
+
+_MODULES: Final = {
+    "gated_delta": "linear_attn",
+    "kimi_delta": "self_attn",
+    "mamba1": "mamba",
+    "mamba2": "mamba",
+    "short_conv": "conv",
+}
+"""Name of the module, in the checkpoints that most models of a kind have."""
+
+
+def take_recurrent(found: ExpectedTensors, prefix: str, hidden: int, recurrent: RecurrentConfig) -> None:
+    """Take the tensors of a layer, whose names begin with `prefix`, without those of attention beside it."""
+    module = found.at(prefix, f"{_MODULES[recurrent.kind]}.")
+    _take_inputs(found, module, hidden, recurrent)
+    _take_convolution(found, module, recurrent)
+    if recurrent.heads and recurrent.kind != "mamba1":
+        _take_decays(found, module, recurrent)
+    outputs = "o_proj" if recurrent.kind == "kimi_delta" else "out_proj"
+    values = recurrent.channels if recurrent.kind == "short_conv" else recurrent.values
+    found.linears(module, {outputs: hidden}, values, bias=recurrent.out_bias)
+
+
+def _take_inputs(found: ExpectedTensors, module: str, hidden: int, recurrent: RecurrentConfig) -> None:
+    heads, values, keys = recurrent.heads, recurrent.values, recurrent.key_heads * recurrent.key_dim
+    stacks: tuple[str, ...] = ()
+    match recurrent.kind:
+        case "short_conv":
+            stacks = ("in_proj",)
+            parts = dict.fromkeys(("in_proj_b", "in_proj_c", "in_proj_x"), recurrent.channels)
+        case "mamba2":
+            stacks = ("in_proj",)
+            parts = {"in_proj_z": values, "in_proj_x": values, "in_proj_B": keys, "in_proj_C": keys}
+            parts["in_proj_dt"] = heads
+        case "mamba1":
+            stacks = ("in_proj",)
+            parts = dict.fromkeys(("in_proj_x", "in_proj_z"), values)
+            _take_time_steps(found, module, recurrent)
+        case "kimi_delta":
+            parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), values)
+            _take_kimi_gates(found, module, hidden, recurrent)
+        case _ if recurrent.is_interleaved:
+            parts = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * heads}
+        case _:
+            parts = {"in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+            qkv = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values}
+            found.linears(module, qkv, hidden, stacks=("in_proj_qkv",))
+    found.linears(module, parts, hidden, bias=recurrent.bias, stacks=stacks)
+
+
+def _take_kimi_gates(found: ExpectedTensors, module: str, hidden: int, recurrent: RecurrentConfig) -> None:
+    inner, values = recurrent.key_dim, recurrent.values
+    found.linears(module, {"b_proj": recurrent.heads}, hidden)
+    if recurrent.has_full_gates:
+        found.linears(module, {"f_proj": values, "g_proj": values}, hidden)
+    else:
+        found.linears(module, {"f_a_proj": inner, "g_a_proj": inner}, hidden)
+        found.linears(module, {"f_b_proj": values, "g_b_proj": values}, inner)
+
+
+def _take_convolution(found: ExpectedTensors, module: str, recurrent: RecurrentConfig) -> None:
+    """Take the convolution over all channels, or those over queries, keys and values."""
+    name, channels, width = "conv1d", recurrent.channels, recurrent.conv_width
+    if recurrent.kind == "short_conv":
+        name = "conv"
+    if found.has(found.at(module, name)):
+        found.take(found.at(module, f"{name}.weight"), channels, 1, width)
+    else:
+        values = recurrent.channels if recurrent.kind == "short_conv" else recurrent.values
+        keys = recurrent.key_heads * recurrent.key_dim if recurrent.kind == "gated_delta" else values
+        for part, rows in zip(("q_conv1d", "k_conv1d", "v_conv1d"), (keys, keys, values), strict=True):
+            found.take(found.at(module, f"{part}.weight"), rows, 1, width)
+    if recurrent.conv_bias:
+        found.take(found.at(module, f"{name}.bias"), channels)
+
+
+def _take_decays(found: ExpectedTensors, module: str, recurrent: RecurrentConfig) -> None:
+    """Take what makes decays of heads, and the norm of outputs."""
+    heads, values, norm = recurrent.heads, recurrent.values, recurrent.value_dim
+    is_kimi = recurrent.kind == "kimi_delta"
+    decays = (1, 1, heads, 1) if is_kimi and not recurrent.has_full_gates else (heads,)
+    found.take(found.at(module, "A_log"), *decays)
+    found.take(found.at(module, "dt_bias"), values if is_kimi else heads)
+    if recurrent.kind == "mamba2":
+        found.take(found.at(module, "D"), heads)
+        norm = values if recurrent.norm is not None else 0
+    if norm:
+        found.take(found.at(module, "o_norm.weight" if is_kimi else "norm.weight"), norm)
+
+
+def _take_time_steps(found: ExpectedTensors, module: str, recurrent: RecurrentConfig) -> None:
+    """Take what makes time steps, keys and queries of Mamba 1."""
+    values, rank, keys = recurrent.values, recurrent.step_rank, recurrent.key_dim
+    found.linears(module, {"x_proj": rank + 2 * keys}, values)
+    found.linears(module, {"dt_proj": values}, rank, bias=True)
+    found.take(found.at(module, "A_log"), values, keys)
+    found.take(found.at(module, "D"), values)
+    for part, width in (("dt", rank), ("b", keys), ("c", keys)) if recurrent.has_step_weights else ():
+        found.take(found.at(module, f"{part}_layernorm.weight"), width)
 
 
 RecurrentRule = Callable[[Fields, int], RecurrentConfig | None]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from llmbox.app.errors import CliError, Exit
-from llmbox.app.hub.cache_layout import Repo, find_adoptable, repositories
-from llmbox.app.hub.remove import disk_use, find_removable, remove
+from llmbox.app.hub.cache_layout import Repo, repositories
+from llmbox.app.hub.local_models import disk_use, find_adoptable, find_removable, remove
 from llmbox.app.models.registry import NameLookup, Registry
 
 OLD, NEW = "a" * 40, "b" * 40

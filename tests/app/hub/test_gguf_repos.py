@@ -13,8 +13,8 @@ from llmbox.app.events import Events
 from llmbox.app.hub.download import DownloadSettings
 from llmbox.app.hub.download_queue import Downloads
 from llmbox.app.hub.errors import HubError
+from llmbox.app.hub.local_models import find_removable, remove
 from llmbox.app.hub.model_info import local_facts, remote_facts
-from llmbox.app.hub.remove import find_removable, remove
 from llmbox.app.hub.repo_files import Hub
 from llmbox.app.hub.transfer import Retries
 from llmbox.app.models.catalog import check_name, describe, on_disk, resolve

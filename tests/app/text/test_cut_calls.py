@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from llmbox.app.text.output.output_parser import OutputParser, ParsedOutput, read_arguments
+from llmbox.app.text.output import make_parser
+from llmbox.app.text.output.output_parser import ParsedOutput, read_arguments
 from support.deferred_module import DeferredModule
 from support.output_examples import ARGUMENTS, EXAMPLES, FORMATS, SCHEMAS, answer_with_calls
 
@@ -25,7 +26,7 @@ def cut(name, text, *, is_forced=True, schemas=SCHEMAS) -> ParsedOutput:
     both = []
     for pieces in ([text], text):
         parser, parts = (
-            OutputParser(FORMATS[name], THINKING[name], schemas, is_forced=is_forced),
+            make_parser(FORMATS[name], THINKING[name], schemas, is_forced=is_forced),
             ParsedOutput(),
         )
         for piece in pieces:
@@ -106,7 +107,7 @@ def test_answers_that_are_cut_and_may_be_free(name, text, content, calls):
 def test_nothing_is_lost_of_an_answer_without_calls_that_is_cut(name):
     opener = FORMATS[name].tools.opener
     text = f"a {opener} b" if THINKING[name] == "no" else "no header"
-    whole = OutputParser(FORMATS[name], THINKING[name], SCHEMAS).parse_whole(text)
+    whole = make_parser(FORMATS[name], THINKING[name], SCHEMAS).parse_whole(text)
     assert cut(name, text, is_forced=False) == whole
 
 

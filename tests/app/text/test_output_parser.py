@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from fuzz.output_streams import differing_stream
+from llmbox.app.text.output import make_parser
 from llmbox.app.text.output.call_parsers import ParsedToolCall, parse_calls
 from llmbox.app.text.output.format_table import recognize_format
 from llmbox.app.text.output.output_formats import (
@@ -19,7 +20,7 @@ from llmbox.app.text.output.output_formats import (
     ReasoningMarks,
     thinking_after,
 )
-from llmbox.app.text.output.output_parser import OutputParser, ParsedOutput
+from llmbox.app.text.output.output_parser import ParsedOutput
 from llmbox.app.text.tokenizer.text_loader import end_token_ids
 from support.lanes import NIGHTLY
 from support.output_examples import ARGUMENTS, EXAMPLES, FORMATS, SCHEMAS, template_of
@@ -35,7 +36,7 @@ SEED = os.urandom(4).hex() if NIGHTLY else ""
 
 
 def parse(pieces, thinking="no", format_=PLAIN, schemas=None, **options) -> ParsedOutput:
-    parser = OutputParser(format_, thinking, {"weather": {}} if schemas is None else schemas, **options)
+    parser = make_parser(format_, thinking, {"weather": {}} if schemas is None else schemas, **options)
     whole = ParsedOutput()
     for part in [*map(parser.push, pieces), parser.finish()]:
         whole.add(part)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from llmbox.app.text.output.output_parser import OutputParser
+from llmbox.app.text.output import make_parser
 from llmbox.app.text.stop_strings import LOOP_TOKENS, CallMark, RepeatedCalls
 from support.output_examples import EXAMPLES, FORMATS, SCHEMAS, answer_with_calls
 
@@ -28,7 +28,7 @@ def read(mark: CallMark, pieces: list[str]) -> tuple[str, int | None]:
 
 
 def calls_of(name: str, text: str) -> int:
-    parser = OutputParser(FORMATS[name], "no", SCHEMAS)
+    parser = make_parser(FORMATS[name], "no", SCHEMAS)
     parts = parser.push(text)
     parts.add(parser.finish())
     assert "<" not in parts.content

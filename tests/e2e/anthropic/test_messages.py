@@ -2,18 +2,16 @@
 
 import json
 
-import httpx
 import msgspec
 import pytest
 
 from llmbox.app.http.anthropic.conversation import chat_messages
 from llmbox.app.http.anthropic.request_types import CountTokensRequest
-from support.cli_box import PATIENCE, until
+from support.cli_box import until
 from support.deferred_module import DeferredModule
-from support.fake_engine import write_model
 from support.messages_api import ANSWERS, ASKED, TEMPLATE, THINKS, TOOLS, ask, streamed
 from support.openai_server import serving
-from support.tokenizers_zoo import byte_level, write_text_files
+from support.stored import load_models
 
 anthropic = DeferredModule("anthropic")
 
@@ -25,17 +23,8 @@ LOOK = {"type": "text", "text": "Let me look."}
 def server(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     with serving(tmp_path_factory.mktemp("data")) as server:
-        server.load_scripted(root, ANSWERS, TEMPLATE)
-        slow = write_text_files(root / "slow", byte_level())
-        write_model(slow, vocab_size=512, context=1024, script=[72, 73] * 512, step_delay=0.03, hold_at=800)
-        server.load(slow, "slow")
+        load_models(server, root, ANSWERS, TEMPLATE)
         yield server
-
-
-@pytest.fixture(scope="module")
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
-        yield http
 
 
 def without_id(blocks: list[dict]) -> list[dict]:

@@ -20,6 +20,7 @@ from support.deferred_module import DeferredModule
 from support.openai_server import serving
 
 anthropic = DeferredModule("anthropic")
+resources = DeferredModule("anthropic._resource")
 
 TEMPLATE = (
     "{%- if tools %}{{- tools | tojson + '<tool_call>' }}{%- endif %}"
@@ -128,7 +129,7 @@ def methods_of(resource: Any, at: str = "") -> Iterator[tuple[str, Callable[...,
         if name.startswith(("_", "with_")):
             continue
         value = getattr(resource, name)
-        if isinstance(value, anthropic._resource.SyncAPIResource):
+        if isinstance(value, resources.SyncAPIResource):
             yield from methods_of(value, f"{at}{name}.")
         elif inspect.isroutine(value):
             yield f"{at}{name}", value
@@ -144,7 +145,7 @@ def surface() -> dict[str, Callable[..., Any]]:
     tops = [name for name in own if not name.startswith(("_", "with_"))]
     found = {}
     for name in tops:
-        if isinstance(value := getattr(client, name), anthropic._resource.SyncAPIResource):
+        if isinstance(value := getattr(client, name), resources.SyncAPIResource):
             found |= dict(methods_of(value, f"{name}."))
     return found
 

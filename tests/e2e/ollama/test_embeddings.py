@@ -3,7 +3,6 @@
 import math
 import struct
 
-import httpx
 import ollama
 import pytest
 from tokenizers import Tokenizer, processors
@@ -42,12 +41,6 @@ def server(tmp_path_factory, directory):
 @pytest.fixture(scope="module")
 def client(server):
     return ollama.Client(server.url, timeout=PATIENCE)
-
-
-@pytest.fixture(scope="module")
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
-        yield http
 
 
 @pytest.fixture(scope="module")

@@ -48,12 +48,6 @@ def server(tmp_path_factory, models):
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    with server.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def text(models):
     return load_model_text(models / "random")
 

@@ -36,12 +36,6 @@ def server(tmp_path_factory, directory):
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    with server.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def text(directory):
     return load_model_text(directory)
 

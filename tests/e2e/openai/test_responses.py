@@ -6,9 +6,8 @@ import pytest
 
 from support.cli_box import until
 from support.deferred_module import DeferredModule
-from support.fake_engine import write_model
 from support.openai_server import serving
-from support.tokenizers_zoo import byte_level, write_text_files
+from support.stored import load_models
 
 openai = DeferredModule("openai")
 
@@ -30,17 +29,8 @@ TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"
 def server(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     with serving(tmp_path_factory.mktemp("data")) as server:
-        server.load_scripted(root, ANSWERS, TEMPLATE)
-        slow = write_text_files(root / "slow", byte_level())
-        write_model(slow, vocab_size=512, context=1024, script=[72, 73] * 512, step_delay=0.03, hold_at=800)
-        server.load(slow, "slow")
+        load_models(server, root, ANSWERS, TEMPLATE)
         yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with server.client() as client:
-        yield client
 
 
 def told(response) -> list[tuple]:

@@ -41,12 +41,6 @@ def server(tmp_path_factory, root):
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    with server.client() as client:
-        yield client
-
-
 def plain_events(events):
     return [event.model_dump(exclude={"response"}) for event in events]
 

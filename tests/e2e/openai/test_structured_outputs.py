@@ -99,12 +99,6 @@ def server(tmp_path_factory):
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    with server.client() as client:
-        yield client
-
-
 def ask(client, seed=0, **fields):
     extra = fields.pop("extra_body", {})
     answer = client.chat.completions.create(

@@ -35,6 +35,7 @@ from support.openai_server import serving
 from support.tokenizers_zoo import CHATML, byte_level, write_text_files
 
 openai = DeferredModule("openai")
+resources = DeferredModule("openai._resource")
 
 ASKED: dict[str, Any] = {"model": "plain", "messages": [{"role": "user", "content": "hello"}]}
 SAID = "one two three"
@@ -205,7 +206,7 @@ def methods_of(resource: Any, at: str = "") -> Iterator[tuple[str, Callable[...,
         if name.startswith(("_", "with_")):
             continue
         value = getattr(resource, name)
-        if isinstance(value, openai._resource.SyncAPIResource):
+        if isinstance(value, resources.SyncAPIResource):
             yield from methods_of(value, f"{at}{name}.")
         elif inspect.isroutine(value):
             yield f"{at}{name}", value
@@ -222,7 +223,7 @@ def surface(client: "openai.OpenAI") -> dict[str, Callable[..., Any]]:
     for name in dir(type(client)):
         if name.startswith(("_", "with_")):
             continue
-        if isinstance(value := getattr(client, name), openai._resource.SyncAPIResource):
+        if isinstance(value := getattr(client, name), resources.SyncAPIResource):
             found |= dict(methods_of(value, f"{name}."))
     return found
 

@@ -8,7 +8,6 @@ import signal
 import struct
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from llmbox.app.store.record import RecordFilter, RequestRecord
@@ -44,18 +43,6 @@ def server(tmp_path_factory, models):
         for name in ("one", "pooler", "dense", "spm"):
             server.load(models / name, name)
         yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with server.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
-        yield http
 
 
 @pytest.fixture(scope="module")

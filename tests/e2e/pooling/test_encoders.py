@@ -3,7 +3,6 @@
 import json
 import math
 
-import httpx
 import ollama
 import pytest
 import torch
@@ -77,12 +76,6 @@ def server(tmp_path_factory, root):
         for name in ("embedder", "reranker", "sorter", "tasks"):
             server.load(root / name, name, device="cpu", threads=1, memory_bytes=256 << 20)
         yield server
-
-
-@pytest.fixture(scope="module")
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
-        yield http
 
 
 @torch.inference_mode()

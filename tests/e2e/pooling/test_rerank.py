@@ -5,7 +5,6 @@ import math
 import shutil
 
 import gguf
-import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,7 +18,6 @@ from llmbox.engine.ipc.spawn import Launch
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.dispatch import native_ready
 from llmbox.kernels.quant_formats import QUANTS
-from support.cli_box import PATIENCE
 from support.gguf_models import write_gguf
 from support.openai_server import serving
 from support.pooled_models import make_pooled_model
@@ -87,12 +85,6 @@ def server(tmp_path_factory, root):
             options = {"device": "cpu", "threads": 1, "memory_bytes": 256 << 20, "token_budget": 32}
             server.load(folder, folder.name, **options)
         yield server
-
-
-@pytest.fixture(scope="module")
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
-        yield http
 
 
 def post(http, model, documents=DOCUMENTS, **fields):

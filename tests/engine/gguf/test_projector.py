@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmbox.app.errors import CliError
-from llmbox.app.hub.cache_layout import find_adoptable
+from llmbox.app.hub.local_models import find_adoptable
 from llmbox.app.hub.model_info import local_facts
 from llmbox.app.models import gguf_folders
 from llmbox.app.models.catalog import directory

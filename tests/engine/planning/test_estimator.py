@@ -18,10 +18,10 @@ from llmbox.engine.planning.estimator import (
     show_bytes,
 )
 from llmbox.engine.planning.memory_model import (
+    Workspace,
     adapter_scratch,
     capture_sizes,
     graphs_reserve,
-    workspace_bytes,
 )
 from llmbox.engine.planning.performance_model import decode_tokens_per_second
 from llmbox.kernels.lora import TILE_ROWS
@@ -133,7 +133,7 @@ def test_main_memory_for_blocks_that_a_gpu_evicts():
 
 
 def test_workspace_by_hand():
-    got = workspace_bytes(TINY, "cpu", "float32", context=2048, rows=64, max_running=4)
+    got = Workspace("cpu", "float32", context=2048, max_running=4).peak_bytes(TINY, 64)
     activations = 64 * ((3 * 256 + 3 * 768) * 4 + 2 * 256 * 4)
     attention = 2 * (4 * 64 * 2048 * 4) + 3 * 2048 * 2 * 64 * 4
     logits = 4096 * ((4 + 64) * 8 + 32)
@@ -162,9 +162,9 @@ def test_scratch_of_adapters_is_what_the_kernels_take():
 
 
 def test_the_cpp_kernels_keep_a_tile_of_scores_a_thread():
-    sizes = {"context": 2048, "rows": 64, "max_running": 4}
-    stock = workspace_bytes(TINY, "cpu", "float32", **sizes)
-    native = workspace_bytes(TINY, "cpu", "float32", **sizes, native_threads=3)
+    stock, native = (
+        Workspace("cpu", "float32", 2048, 4, threads).peak_bytes(TINY, 64) for threads in (None, 3)
+    )
     attention = 2 * (4 * 64 * 2048 * 4) + 3 * 2048 * 2 * 64 * 4
     assert stock - native == attention - 3 * (1 << 20)
 

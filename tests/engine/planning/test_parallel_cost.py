@@ -109,23 +109,32 @@ def test_traffic_of_experts_whose_results_are_exchanged(shared):
     assert (
         traffic(LLAMA_3_8B, 4, 1, "bfloat16", results=True).sums == traffic(LLAMA_3_8B, 4, 1, "bfloat16").sums
     )
-    cost = {"dtype": "bfloat16", "link": RankLink(1e10, 1e-5, 4.8e12), "rows": 4}
-    slower, faster = (exchange_seconds(shape, 4, 1, results=results, **cost)[0] for results in (True, False))
+    link = RankLink(1e10, 1e-5, 4.8e12)
+    slower, faster = (
+        exchange_seconds(shape, plan_of(4, 1, device=device, expert_parallel=True), link, rows=4)[0]
+        for device in ("cpu", "cuda")
+    )
     assert slower - faster == pytest.approx(4 * more / 1e10 + (30e-5 if shared else 0))
 
 
+def plan_of(tp, pp, **fields):
+    budget = MemoryBudget(device="cuda", available=80 << 30, cores=8)
+    return replace(
+        estimate(LLAMA_3_8B, budget, EngineConfig(model_path="m", name="m")), tp=tp, pp=pp, **fields
+    )
+
+
 def test_expected_scaling():
-    gpu = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "context": 2048}
-    nvlink = {"link": RankLink(450e9, 5e-6, 4.8e12)}
-    pcie = {"link": RankLink(25e9, 30e-6, 4.8e12)}
-    two, eight = (decode_scaling(LLAMA_3_8B, tp, 1, **gpu, **nvlink) for tp in (2, 8))
+    def scaling(tp, pp, link):
+        return decode_scaling(LLAMA_3_8B, plan_of(tp, pp), link, context=2048)
+
+    nvlink, pcie = RankLink(450e9, 5e-6, 4.8e12), RankLink(25e9, 30e-6, 4.8e12)
+    two, eight = (scaling(tp, 1, nvlink) for tp in (2, 8))
     assert 1.5 < two.factor < 2
     assert two.factor < eight.factor < 8
-    of_two, of_eight = (
-        exchange_seconds(LLAMA_3_8B, tp, 1, dtype="bfloat16", rows=1, **nvlink)[0] for tp in (2, 8)
-    )
+    of_two, of_eight = (exchange_seconds(LLAMA_3_8B, plan_of(tp, 1), nvlink, rows=1)[0] for tp in (2, 8))
     assert of_eight > of_two > 0
-    assert decode_scaling(LLAMA_3_8B, 2, 1, **gpu, **pcie).factor < two.factor
-    stages = decode_scaling(LLAMA_3_8B, 1, 4, **gpu, **pcie)
+    assert scaling(2, 1, pcie).factor < two.factor
+    stages = scaling(1, 4, nvlink)
     assert 0.9 < stages.factor < 1, "stages share memory, not time"
-    assert decode_scaling(LLAMA_3_8B, 1, 1, **gpu, **nvlink).factor == pytest.approx(1)
+    assert scaling(1, 1, nvlink).factor == pytest.approx(1)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llmbox.app.telemetry.snapshot import NA, Number
+from llmbox.app.telemetry.snapshot import NA, Number, Tick
 
 from ..messages import DashboardState, count_requests
 from ..rendering import Glyphs, Line, Span, count, fit, line_width, percent, seconds
@@ -201,75 +201,77 @@ def chart_lines(
     return lines
 
 
-def overview_charts(state: DashboardState, width: int, glyphs: Glyphs, step: int) -> list[AxisChart]:
-    """Return the charts, most important first."""
-    tick = state.tick
-    assert tick is not None
-    totals, counts = tick.totals, count_requests(tick)
-    now, number = int(tick.time), samples(width, glyphs) * step
+@dataclass(frozen=True, slots=True)
+class _ChartData:
+    """State that charts are made of. `number`: seconds that fit into one."""
 
-    def series(name: str, tone: str) -> Series:
-        return Series(thin(list(state.sparks[name])[-number:], step, now), tone)
+    state: DashboardState
+    tick: Tick
+    number: int
+    step: int
 
-    def target(name: str) -> float | None:
-        values = [getattr(engine, name) for engine in tick.engines]
+    def series(self, name: str, tone: str) -> Series:
+        values = list(self.state.sparks[name])[-self.number :]
+        return Series(thin(values, self.step, int(self.tick.time)), tone)
+
+    def target(self, name: str) -> float | None:
+        values = [getattr(engine, name) for engine in self.tick.engines]
         return min((float(value) for value in values if value is not NA), default=None)
 
-    def pair(first: str, second: str, unit: Callable[[Number], str], *names: str) -> Line:
-        """Return a legend: two series by name with their last value."""
+    def pair(self, *series: tuple[str, str, str], unit: Callable[[Number], str]) -> Line:
+        """Return a legend: the last value of each series, given by name, label and tone."""
         spans: list[Span] = []
-        for series_name, name, tone in zip((first, second), names, (names[2], names[3]), strict=False):
-            spans += [(f" {name} ", tone), (unit(getattr(totals, series_name)), "strong")]
+        for name, label, tone in series:
+            spans += [(f" {label} ", tone), (unit(getattr(self.tick.totals, name)), "strong")]
         return tuple(spans)
 
-    requests: Line = (
+
+def overview_charts(state: DashboardState, width: int, glyphs: Glyphs, step: int) -> list[AxisChart]:
+    """Return the charts, most important first."""
+    assert state.tick is not None
+    data = _ChartData(state, state.tick, samples(width, glyphs) * step, step)
+    return [
+        _throughput_chart(data),
+        _latency_chart(data, "TTFT", "ttft", 0.01),
+        _in_flight_chart(data),
+        _failures_chart(data),
+        _latency_chart(data, "TPOT", "tpot", 0.001),
+        _cache_chart(data),
+    ]
+
+
+def _throughput_chart(data: _ChartData) -> AxisChart:
+    legend = data.pair(("tokens_out", "output", "kv"), ("tokens_in", "input", "muted"), unit=count)
+    return AxisChart("Tokens/s", legend, (data.series("tokens_out", "kv"),), _short_count, 10.0)
+
+
+def _latency_chart(data: _ChartData, title: str, name: str, least: float) -> AxisChart:
+    median, tail = f"{name}_p50", f"{name}_p95"
+    legend = data.pair((median, "p50", "accent"), (tail, "p95", ""), unit=seconds)
+    series = data.series(median, "accent"), data.series(tail, "")
+    return AxisChart(title, legend, series, _short_time, least, target=data.target(f"{name}_target"))
+
+
+def _in_flight_chart(data: _ChartData) -> AxisChart:
+    counts = count_requests(data.tick)
+    legend: Line = (
         (" running ", "good"), (str(counts.running), "strong"),
         (" queued ", "warn"), (str(counts.queued), "strong"),
     )  # fmt: skip
-    failed: Line = (
-        (" of the last 5 min ", "muted"),
-        (percent(totals.error_rate), _error_tone(totals.error_rate)),
-    )
-    return [
-        AxisChart(
-            "Tokens/s",
-            pair("tokens_out", "tokens_in", count, "output", "input", "kv", "muted"),
-            (series("tokens_out", "kv"),),
-            _short_count,
-            10.0,
-        ),
-        AxisChart(
-            "TTFT",
-            pair("ttft_p50", "ttft_p95", seconds, "p50", "p95", "accent", ""),
-            (series("ttft_p50", "accent"), series("ttft_p95", "")),
-            _short_time,
-            0.01,
-            target=target("ttft_target"),
-        ),
-        AxisChart(
-            "In flight",
-            requests,
-            (series("running", "good"), series("waiting", "warn")),
-            _short_count,
-            4.0,
-        ),
-        AxisChart("Failed", failed, (series("error_rate", "bad"),), _short_share, 0.01),
-        AxisChart(
-            "TPOT",
-            pair("tpot_p50", "tpot_p95", seconds, "p50", "p95", "accent", ""),
-            (series("tpot_p50", "accent"), series("tpot_p95", "")),
-            _short_time,
-            0.001,
-            target=target("tpot_target"),
-        ),
-        AxisChart(
-            "KV cache",
-            pair("kv_used", "prefix_hit", percent, "in use", "prefix hits", "kv", ""),
-            (series("kv_used", "kv"), series("prefix_hit", "")),
-            _short_share,
-            top=1.0,
-        ),
-    ]
+    series = data.series("running", "good"), data.series("waiting", "warn")
+    return AxisChart("In flight", legend, series, _short_count, 4.0)
+
+
+def _failures_chart(data: _ChartData) -> AxisChart:
+    rate = data.tick.totals.error_rate
+    legend: Line = ((" of the last 5 min ", "muted"), (percent(rate), _error_tone(rate)))
+    return AxisChart("Failed", legend, (data.series("error_rate", "bad"),), _short_share, 0.01)
+
+
+def _cache_chart(data: _ChartData) -> AxisChart:
+    legend = data.pair(("kv_used", "in use", "kv"), ("prefix_hit", "prefix hits", ""), unit=percent)
+    series = data.series("kv_used", "kv"), data.series("prefix_hit", "")
+    return AxisChart("KV cache", legend, series, _short_share, top=1.0)
 
 
 def _error_tone(value: Number) -> str:

@@ -31,22 +31,29 @@ struct Packed {
 };
 
 template <class E> struct AttentionWords {
-    using Columns = typename E::Columns;
-    using Row = typename E::Row;
+    using RowNumber = typename E::RowNumber;
     using Sum = Floats;
     static constexpr bool SCALED = false;  // whether stored rows have a scale of their own
-    static constexpr int PARTS = 1;        // words of a row for one stored word, a part apart
-    static constexpr int ROWS = 6;         // whose sums fit into registers
+    static constexpr int TURNS = E::PARTS;  // in which a word is multiplied
+    static constexpr int PARTS = E::PACK * sizeof(RowNumber) / sizeof(uint32_t);  // words of a row for one stored word
+    static constexpr int ROWS = 6;          // whose sums fit into registers
 
-    static INLINE Columns columns(const void* from) { return E::columns(from); }
-    static INLINE Row row(const uint32_t* at, int) { return E::row(*at); }
-    static INLINE void dot(Floats& sum, Columns columns, Row row) { E::dot(sum, columns, row); }
+    static INLINE auto columns(const void* from, int turn) { return E::columns(from, turn); }
+    // Word `w` of the row that begins at `at`.
+    static INLINE auto row(const uint32_t* at, int w, int, int turn) {
+        return E::row(reinterpret_cast<const RowNumber*>(at) + w * E::PACK, turn);
+    }
+    template <class Operand> static INLINE void dot(Floats& sum, Operand columns, Operand row) { E::dot(sum, columns, row); }
     static INLINE Floats total(Floats sum, int32_t) { return sum; }
 
     template <class In> static INLINE Packed pack(const In* x, int count, int padded, uint32_t* to) {
-        auto* elements = reinterpret_cast<typename E::Element*>(to);
-        for (int i = 0; i < padded; i += LANES)
-            store(elements + i, i < count ? load(x + i, count - i) : splat(0.f));
+        auto* numbers = reinterpret_cast<RowNumber*>(to);
+        for (int i = 0; i < padded; i += LANES) {
+            const Floats v = i < count ? load(x + i, count - i) : splat(0.f);
+            typename E::Element rounded[LANES];
+            if constexpr (std::is_same_v<RowNumber, typename E::Element>) store(numbers + i, v);
+            else store(rounded, v), store(numbers + i, load(rounded));
+        }
         return {1, 0};
     }
 };
@@ -54,14 +61,11 @@ template <class E> struct AttentionWords {
 template <> struct AttentionWords<INT8> {
     using Columns = Words;
     static constexpr bool SCALED = true;
-    static constexpr int PARTS = 2;
+    static constexpr int TURNS = 1, PARTS = 2;  // parts of a row lie one behind the other
     static constexpr float LARGEST = 127 * 128;
 
-    static INLINE Columns columns(const void* from) {
-        return Bytes::FLIP ? load_as<Words>(from) : load_as<Words>(from) ^ splat(0x80808080u);
-    }
-
 #if LLMBOX_BYTE_DOT
+    using Products = Bytes;
     static constexpr int ROWS = 3;
     struct Sum {
         Ints high, low;
@@ -69,7 +73,7 @@ template <> struct AttentionWords<INT8> {
     struct Row {
         Words high, low;
     };
-    static INLINE Row row(const uint32_t* at, int part) { return {splat(at[0]), splat(at[part])}; }
+    static INLINE Row row(const uint32_t* at, int w, int part, int) { return {splat(at[w]), splat(at[w + part])}; }
     static INLINE void dot(Sum& sum, Columns columns, Row row) {
         Bytes::dot(sum.high, columns, row.high);
         Bytes::dot(sum.low, columns, row.low);
@@ -86,10 +90,11 @@ template <> struct AttentionWords<INT8> {
     }
 #else
     static constexpr int ROWS = 6;
+    using Products = SplitBytes;
     using Sum = Ints;
-    using Row = Bytes::Row;
-    static INLINE Row row(const uint32_t* at, int part) { return {splat(at[0]), splat(at[part])}; }
-    static INLINE void dot(Sum& sum, Columns columns, Row row) { Bytes::dot(sum, columns, row); }
+    using Row = Products::Row;
+    static INLINE Row row(const uint32_t* at, int w, int part, int) { return {splat(at[w]), splat(at[w + part])}; }
+    static INLINE void dot(Sum& sum, Columns columns, Row row) { Products::dot(sum, columns, row); }
     static INLINE Floats total(Sum sum, int32_t offset) {
         return to_floats((Ints)((Words)sum - splat(static_cast<uint32_t>(offset))));
     }
@@ -101,6 +106,10 @@ template <> struct AttentionWords<INT8> {
     }
 #endif
 
+    static INLINE Columns columns(const void* from, int) {
+        return Products::FLIP ? load_as<Words>(from) : load_as<Words>(from) ^ splat(0x80808080u);
+    }
+
     template <class In> static INLINE Packed pack(const In* x, int count, int padded, uint32_t* to) {
         const auto [most, finite] = range_of(x, count);
         const Floats inverse = splat(finite && most > 0 ? LARGEST / most : 0);
@@ -110,7 +119,7 @@ template <> struct AttentionWords<INT8> {
             total += codes;
             put(codes, padded / 4, to + i / 4);
         }
-        return {finite ? most / LARGEST : NAN, static_cast<int32_t>(Bytes::FLIP) * sum(total)};
+        return {finite ? most / LARGEST : NAN, static_cast<int32_t>(Products::FLIP) * sum(total)};
     }
 };
 

@@ -37,17 +37,20 @@ INLINE void multiply_keys(PackedRows<E> q, int words, const Chunk<E>& chunk, boo
     for (int first = 0; first < Chunk<E>::STRIPS; first += TOGETHER) {
         typename W::Sum sums[ROWS][TOGETHER][VECTORS] = {};
         for (int w = 0; w < words; w++) {
-            typename W::Columns keys[TOGETHER][VECTORS];
             const size_t at = static_cast<size_t>(w) * STRIP * 4;
-            UNROLL for (int s = 0; s < TOGETHER; s++) {
-                UNROLL for (int v = 0; v < VECTORS; v++)
-                    keys[s][v] = W::columns(chunk.keys[first + s] + at + v * LANES * 4);
+            UNROLL for (int s = 0; s < TOGETHER; s++)
                 if (bring) prefetch_to_l2(chunk.values[first + s] + at);
-            }
-            UNROLL for (int r = 0; r < ROWS; r++) {
-                typename W::Row row = W::row(q.row(r) + w, q.part);
+            UNROLL for (int turn = 0; turn < W::TURNS; turn++) {
+                decltype(W::columns(nullptr, turn)) keys[TOGETHER][VECTORS];
                 UNROLL for (int s = 0; s < TOGETHER; s++)
-                    UNROLL for (int v = 0; v < VECTORS; v++) W::dot(sums[r][s][v], keys[s][v], row);
+                    UNROLL for (int v = 0; v < VECTORS; v++)
+                        keys[s][v] = W::columns(chunk.keys[first + s] + at + v * LANES * 4, turn);
+                UNROLL for (int r = 0; r < ROWS; r++) {
+                    const auto row = W::row(q.row(r), w, q.part, turn);
+                    UNROLL for (int s = 0; s < TOGETHER; s++)
+                        UNROLL for (int v = 0; v < VECTORS; v++) W::dot(sums[r][s][v], keys[s][v], row);
+                }
+                end_turn<W::TURNS>();
             }
         }
         UNROLL for (int r = 0; r < ROWS; r++)
@@ -68,14 +71,16 @@ INLINE void multiply_values(PackedRows<E> p, const Chunk<E>& chunk, const Chunk<
     for (int s = 0; s < Chunk<E>::STRIPS; s++)
         for (int w = 0; w < WORDS; w++) {
             const size_t at = (static_cast<size_t>(w) * dim + column) * 4;
-            typename W::Columns values[VECTORS];
-            UNROLL for (int v = 0; v < VECTORS; v++) {
-                values[v] = W::columns(chunk.values[s] + at + v * LANES * 4);
+            UNROLL for (int v = 0; v < VECTORS; v++)
                 if (next) prefetch_to_l2(next->keys[s] + at + v * LANES * 4);
-            }
-            UNROLL for (int r = 0; r < ROWS; r++) {
-                typename W::Row row = W::row(p.row(r) + s * WORDS + w, p.part);
-                UNROLL for (int v = 0; v < VECTORS; v++) W::dot(sums[r][v], values[v], row);
+            UNROLL for (int turn = 0; turn < W::TURNS; turn++) {
+                decltype(W::columns(nullptr, turn)) values[VECTORS];
+                UNROLL for (int v = 0; v < VECTORS; v++) values[v] = W::columns(chunk.values[s] + at + v * LANES * 4, turn);
+                UNROLL for (int r = 0; r < ROWS; r++) {
+                    const auto row = W::row(p.row(r), s * WORDS + w, p.part, turn);
+                    UNROLL for (int v = 0; v < VECTORS; v++) W::dot(sums[r][v], values[v], row);
+                }
+                end_turn<W::TURNS>();
             }
         }
     UNROLL for (int r = 0; r < ROWS; r++)

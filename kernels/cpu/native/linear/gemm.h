@@ -85,13 +85,15 @@ template <class E> void pack_panel(const Linear& linear, int index, const typena
     }
 }
 
-// Rows of x as words. A row starts `stride` bytes after the one before.
-struct WordRows {
-    const uint8_t* data;
+// Rows of x, padded to whole words. A row starts `stride` numbers after the one before.
+template <class E> struct WordRows {
+    const typename E::RowNumber* data;
     size_t stride;
 
-    const uint8_t* row(int index) const { return data + stride * index; }
-    WordRows from(int row, int word) const { return {this->row(row) + 4 * static_cast<size_t>(word), stride}; }
+    INLINE const typename E::RowNumber* at(int row, int word) const {
+        return data + stride * row + static_cast<size_t>(word) * E::PACK;
+    }
+    WordRows from(int row, int word) const { return {at(row, word), stride}; }
 };
 
 // What to bring into the cache meanwhile: `step` bytes for each word of the loop.
@@ -102,28 +104,31 @@ struct Prefetch {
 
 // The innermost loop: tile[ROWS][VECTORS] (+)= x * weights over `words` words.
 template <class E, int ROWS, int VECTORS>
-INLINE void multiply(const uint8_t* weights, int words, WordRows x, float* tile, bool fresh, Prefetch next) {
+INLINE void multiply(const uint8_t* weights, int words, WordRows<E> x, float* tile, bool fresh, Prefetch next) {
     Floats sums[ROWS][VECTORS];
     UNROLL for (int r = 0; r < ROWS; r++)
         UNROLL for (int v = 0; v < VECTORS; v++)
             sums[r][v] = fresh ? splat(0.f) : load(tile + r * PANEL + v * LANES);
     for (int w = 0; w < words; w++) {
-        typename E::Columns columns[VECTORS];
-        UNROLL for (int v = 0; v < VECTORS; v++) columns[v] = E::columns(weights + v * LANES * 4);
         for (size_t offset = 0; offset < next.step; offset += 64) prefetch(next.at + offset);
         next.at += next.step;
-        weights += PANEL_STRIDE;
-        UNROLL for (int r = 0; r < ROWS; r++) {
-            typename E::Row row = E::row(load_word(x.row(r) + 4 * static_cast<size_t>(w)));
-            UNROLL for (int v = 0; v < VECTORS; v++) E::dot(sums[r][v], columns[v], row);
+        UNROLL for (int part = 0; part < E::PARTS; part++) {
+            decltype(E::columns(weights, part)) columns[VECTORS];
+            UNROLL for (int v = 0; v < VECTORS; v++) columns[v] = E::columns(weights + v * LANES * 4, part);
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                const auto row = E::row(x.at(r, w), part);
+                UNROLL for (int v = 0; v < VECTORS; v++) E::dot(sums[r][v], columns[v], row);
+            }
+            end_turn<E::PARTS>();
         }
+        weights += PANEL_STRIDE;
     }
     UNROLL for (int r = 0; r < ROWS; r++)
         UNROLL for (int v = 0; v < VECTORS; v++) store(tile + r * PANEL + v * LANES, sums[r][v]);
 }
 
 template <class E, int ROWS>
-void multiply_rows(const uint8_t* weights, int words, WordRows x, float* tile, bool fresh, Prefetch next) {
+void multiply_rows(const uint8_t* weights, int words, WordRows<E> x, float* tile, bool fresh, Prefetch next) {
     // A single row has registers to spare: more columns side by side hide the latency of the sums.
     constexpr int VECTORS = ROWS == 1 && LANES < 16 ? 2 * COLUMN_VECTORS : COLUMN_VECTORS;
     for (int column = 0; column < PANEL; column += VECTORS * LANES) {
@@ -134,7 +139,7 @@ void multiply_rows(const uint8_t* weights, int words, WordRows x, float* tile, b
 
 template <class E>
 void multiply_tile(
-    int rows, const uint8_t* weights, int words, WordRows x, float* tile, bool fresh, Prefetch next) {
+    int rows, const uint8_t* weights, int words, WordRows<E> x, float* tile, bool fresh, Prefetch next) {
     switch (rows) {
         case 1: return multiply_rows<E, 1>(weights, words, x, tile, fresh, next);
         case 2: return multiply_rows<E, 2>(weights, words, x, tile, fresh, next);
@@ -151,7 +156,7 @@ INLINE int next_tile(int rows, int highest = ROW_TILE) { return ceil_div(rows, c
 constexpr size_t AHEAD = 3072;  // bytes that one stream is prefetched ahead
 
 // tile[rows][PANEL] = x * panel.
-template <class E> void multiply_panel(const uint8_t* panel, int words, WordRows x, int rows, float* tile) {
+template <class E> void multiply_panel(const uint8_t* panel, int words, WordRows<E> x, int rows, float* tile) {
     if (rows <= ROW_TILE) {
         multiply_tile<E>(rows, panel, words, x, tile, true, {panel + AHEAD, PANEL_STRIDE});
         return;
@@ -178,9 +183,11 @@ template <class E> void multiply_panel(const uint8_t* panel, int words, WordRows
 }
 
 // A row of x, with zeros up to `width`.
-template <class T> void pad_row(const T* from, int inputs, T* to, size_t width) {
-    std::copy_n(from, inputs, to);
-    std::fill(to + inputs, to + width, T{});
+template <class T, class To> void pad_row(const T* from, int inputs, To* to, size_t width) {
+    if constexpr (std::is_same_v<T, To>) std::copy_n(from, inputs, to);
+    else
+        for (int i = 0; i < inputs; i += LANES) store(to + i, load(from + i, inputs - i), inputs - i);
+    std::fill(to + inputs, to + width, To{});
 }
 
 constexpr int row_blocks(int rows) { return ceil_div(rows, ROW_BLOCK); }
@@ -267,21 +274,25 @@ private:
 template <class E, class Out> class PlainLinearOp : public LinearOp<Out> {
 public:
     using In = typename E::Element;
+    using RowNumber = typename E::RowNumber;
 
     PlainLinearOp(const Linear& linear, const In* x, int64_t x_stride, Out* out, int64_t out_stride)
         : LinearOp<Out>(linear, out, out_stride), linear_(linear), x_(x), x_stride_(x_stride) {}
 
     void prepare(const Step& step, Pool& pool) override {
         LinearOp<Out>::prepare(step, pool);
-        if (odd()) pool.shared().template take<In>(step.rows * padded_width());
-        else words_ = {reinterpret_cast<const uint8_t*>(x_), x_stride_ * sizeof(In)};
+        if (copied()) {
+            pool.shared().template take<RowNumber>(step.rows * padded_width());
+            return;
+        }
+        if constexpr (SAME) rows_ = {x_, static_cast<size_t>(x_stride_)};
     }
 
     void run(const Step& step, Member& member) override {
-        if (odd()) {
-            In* padded = member.pool.shared().template get<In>();
+        if (copied()) {
+            auto* padded = member.pool.shared().template get<RowNumber>();
             pad_rows(member.share(step.rows), padded);
-            if (member.index == 0) words_ = {reinterpret_cast<const uint8_t*>(padded), padded_width() * sizeof(In)};
+            if (member.index == 0) rows_ = {padded, padded_width()};
             member.barrier();
         }
         this->run_panels(step, member);
@@ -289,15 +300,17 @@ public:
 
 protected:
     void multiply(int panel, int row, int rows, float* tile, Member&) override {
-        multiply_panel<E>(linear_.panel(panel), linear_.words, words_.from(row, 0), rows, tile);
+        multiply_panel<E>(linear_.panel(panel), linear_.words, rows_.from(row, 0), rows, tile);
     }
 
 private:
-    // The last words of a row would reach beyond it.
-    bool odd() const { return linear_.inputs != linear_.words * E::PACK; }
+    static constexpr bool SAME = std::is_same_v<In, RowNumber>;
+
+    // The last words of a row would reach beyond it, or its numbers are of another type.
+    bool copied() const { return !SAME || linear_.inputs != linear_.words * E::PACK; }
     size_t padded_width() const { return static_cast<size_t>(linear_.words) * E::PACK; }
 
-    void pad_rows(Member::Span rows, In* padded) {
+    void pad_rows(Member::Span rows, RowNumber* padded) {
         for (int row = rows.begin; row < rows.end; row++)
             pad_row(x_ + row * x_stride_, linear_.inputs, padded + row * padded_width(), padded_width());
     }
@@ -305,7 +318,7 @@ private:
     const Linear& linear_;
     const In* x_;
     int64_t x_stride_;
-    WordRows words_{};  // of x
+    WordRows<E> rows_{};  // of x
 };
 
 }  // namespace llmbox

@@ -118,7 +118,7 @@ NOINLINE void multiply_wide_panel(const uint8_t* panel, int groups, const float*
     for (int first = 0; first < groups; first += slice) {
         const int count = std::min(slice, groups - first), words = count * WIDE_INPUTS<W>;
         widen_groups<W>(panel + first * WIDE_BYTES<W>, count, wide);
-        const WordRows from{reinterpret_cast<const uint8_t*>(x + first * WIDE_INPUTS<W>), stride * sizeof(float)};
+        const WordRows<FusedF32> from{x + first * WIDE_INPUTS<W>, stride};
         for (int row = 0; row < rows;) {
             const int tile_rows = next_tile(rows - row);
             multiply_tile<FusedF32>(tile_rows, reinterpret_cast<const uint8_t*>(wide), words, from.from(row, 0),

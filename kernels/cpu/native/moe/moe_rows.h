@@ -9,30 +9,32 @@
 
 namespace llmbox {
 
-// Words as they are.
+// Words as linears read them.
 template <class E> class WordCopies {
 public:
     using In = typename E::Element;
     using Shape = Linear;
     static constexpr int ALIGN = 1;
 
-    static size_t bytes(int rows, const Linear& linear) { return static_cast<size_t>(rows) * linear.words * 4; }
-    WordCopies(uint8_t* memory, int, const Linear& linear) : data_(memory), words_(linear.words) {}
+    static size_t bytes(int rows, const Linear& linear) { return rows * width(linear) * sizeof(RowNumber); }
+    WordCopies(uint8_t* memory, int, const Linear& linear)
+        : rows_{reinterpret_cast<RowNumber*>(memory), width(linear)}, words_(linear.words) {}
 
     static int parts(const Linear&) { return 1; }
     static int part_size(const Linear& linear) { return linear.inputs; }
     void fill_part(int row, int, const In* from, int inputs) const { fill(row, from, inputs); }
     void fill(int row, const In* from, int inputs) const {
-        auto* to = reinterpret_cast<In*>(data_ + static_cast<size_t>(row) * words_ * 4);
-        pad_row(from, inputs, to, static_cast<size_t>(words_) * E::PACK);
+        pad_row(from, inputs, const_cast<RowNumber*>(rows_.from(row, 0).data), rows_.stride);
     }
     void multiply(const Linear& linear, int panel, int row, int rows, float* tile, Member&) const {
-        const WordRows x{data_, static_cast<size_t>(words_) * 4};
-        multiply_panel<E>(linear.panel(panel), words_, x.from(row, 0), rows, tile);
+        multiply_panel<E>(linear.panel(panel), words_, rows_.from(row, 0), rows, tile);
     }
 
 private:
-    uint8_t* data_;
+    using RowNumber = typename E::RowNumber;
+    static size_t width(const Linear& linear) { return static_cast<size_t>(linear.words) * E::PACK; }
+
+    WordRows<E> rows_;
     int words_;
 };
 

@@ -64,7 +64,7 @@ enum class Parts { NONE, BYTES, PAIRS, SIGNED };
 
 // Scales and minimums of 16 (8, 4) outputs. The product of a float16 and a byte is exact.
 template <Parts PARTS, bool MINIMUMS, Table TABLE> struct UnitScales {
-    Floats scale, minimum;
+    Floats scale, minimum = {};
 
     INLINE UnitScales(const uint8_t* unit, int column) {
         const auto* halves = reinterpret_cast<const uint16_t*>(unit) + column;
@@ -73,20 +73,17 @@ template <Parts PARTS, bool MINIMUMS, Table TABLE> struct UnitScales {
         if (MINIMUMS) minimum = load_scales(halves + PANEL);
         if (MINIMUMS && PARTS != Parts::NONE) minimum = -minimum;
     }
-    // `at`: the byte of the first of these outputs; those of minimums are `to_minimums` behind.
+    INLINE UnitScales(Floats scale, Floats minimum) : scale(scale), minimum(minimum) {}
+    // `at`: the byte of the first of these outputs; those of minimums are `to_minimums` behind. No copy is changed: the
+    // compiler would make it in memory, by halves of a vector that are then loaded as a whole, which waits.
     INLINE UnitScales of_part(const uint8_t* at, size_t to_minimums) const {
-        UnitScales part = *this;
-        if (PARTS == Parts::SIGNED) part.scale *= signed_bytes(at);
-        if (PARTS == Parts::BYTES) {
-            part.scale *= unsigned_bytes(at);
-            part.minimum *= unsigned_bytes(at + to_minimums);
-        }
-        if (PARTS == Parts::PAIRS) {
+        if constexpr (PARTS == Parts::SIGNED) return {scale * signed_bytes(at), minimum};
+        if constexpr (PARTS == Parts::BYTES) return {scale * unsigned_bytes(at), minimum * unsigned_bytes(at + to_minimums)};
+        if constexpr (PARTS == Parts::PAIRS) {
             const Floats both = unsigned_bytes(at), high = to_floats(to_nearest(both * splat(1 / 16.f) - splat(15 / 32.f)));
-            part.scale *= both - high * splat(16.f);
-            part.minimum *= high;
+            return {scale * (both - high * splat(16.f)), minimum * high};
         }
-        return part;
+        return {scale, minimum};
     }
 };
 
@@ -381,27 +378,26 @@ void multiply_blocks(const QuantLinear& linear, int panel, const QuantRows& x, i
         const BlockPanel<BITS, Dot, SPAN, MINIMUMS, PARTS, TABLE> blocks{linear, linear.blocks(), x};
         blocks.multiply(panel, row, rows, tile, memory);
     };
-    using Small = SmallBytes;
     switch (linear.grid) {
         case Grid4::CENTERED:
-            if (linear.bits == 2) return with.template operator()<2, Small, 32, false, Parts::NONE>();
-            return with.template operator()<5, Small, 32, false, Parts::NONE>();
+            if (linear.bits == 2) return with.template operator()<2, SmallBytes<3>, 32, false, Parts::NONE>();
+            return with.template operator()<5, SmallBytes<31>, 32, false, Parts::NONE>();
         case Grid4::TABLE: return with.template operator()<4, Bytes, 32, false, Parts::NONE, Table::IQ4>();
-        case Grid4::K_PAIRS: return with.template operator()<2, Small, 16, true, Parts::PAIRS>();
+        case Grid4::K_PAIRS: return with.template operator()<2, SmallBytes<3>, 16, true, Parts::PAIRS>();
         case Grid4::K_TABLE: return with.template operator()<4, Bytes, 32, false, Parts::SIGNED, Table::IQ4>();
-        case Grid4::K_IQ1: return with.template operator()<3, Small, 16, false, Parts::SIGNED, Table::IQ1>();
-        case Grid4::K_IQ2: return with.template operator()<3, Small, 16, false, Parts::SIGNED, Table::IQ2>();
-        case Grid4::K_IQ3_XXS: return with.template operator()<4, Small, 32, false, Parts::SIGNED, Table::IQ3_XXS>();
-        case Grid4::K_IQ3_S: return with.template operator()<4, Small, 32, false, Parts::SIGNED, Table::IQ3_S>();
+        case Grid4::K_IQ1: return with.template operator()<3, SmallBytes<127>, 16, false, Parts::SIGNED, Table::IQ1>();
+        case Grid4::K_IQ2: return with.template operator()<3, SmallBytes<127>, 16, false, Parts::SIGNED, Table::IQ2>();
+        case Grid4::K_IQ3_XXS: return with.template operator()<4, SmallBytes<127>, 32, false, Parts::SIGNED, Table::IQ3_XXS>();
+        case Grid4::K_IQ3_S: return with.template operator()<4, SmallBytes<127>, 32, false, Parts::SIGNED, Table::IQ3_S>();
         case Grid4::MINIMUMS:
-            if (linear.bits == 4) return with.template operator()<4, Small, 32, true, Parts::NONE>();
-            return with.template operator()<5, Small, 32, true, Parts::NONE>();
+            if (linear.bits == 4) return with.template operator()<4, SmallBytes<15>, 32, true, Parts::NONE>();
+            return with.template operator()<5, SmallBytes<31>, 32, true, Parts::NONE>();
         case Grid4::K_SIGNED:
-            if (linear.bits == 3) return with.template operator()<3, Small, 16, false, Parts::SIGNED>();
-            return with.template operator()<6, Small, 16, false, Parts::SIGNED>();
+            if (linear.bits == 3) return with.template operator()<3, SmallBytes<7>, 16, false, Parts::SIGNED>();
+            return with.template operator()<6, SmallBytes<63>, 16, false, Parts::SIGNED>();
         default:
-            if (linear.bits == 4) return with.template operator()<4, Small, 32, true, Parts::BYTES>();
-            return with.template operator()<5, Small, 32, true, Parts::BYTES>();
+            if (linear.bits == 4) return with.template operator()<4, SmallBytes<15>, 32, true, Parts::BYTES>();
+            return with.template operator()<5, SmallBytes<31>, 32, true, Parts::BYTES>();
     }
 }
 

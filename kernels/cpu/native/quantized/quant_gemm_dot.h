@@ -188,8 +188,10 @@ INLINE void widen_group(const uint8_t* codes, Offsets4 offsets, int group, uint8
 // What one vector of memory holds of 16 (8, 4) outputs: a word of each in int8, two in int4 with steps and in what
 // templates call FP4, four bits of E2M1; PLAIN4, which are multiplied as n; and ZEROS4, as n - zero + 16.
 // SMALL8 are bytes below 128, as the last two are when they are widened in memory.
-constexpr int FP4 = 3, PLAIN4 = 5, ZEROS4 = 6, SMALL8 = std::is_same_v<SmallBytes, Bytes> ? 8 : 9;
-template <int BITS> using DotOf = std::conditional_t<BITS == PLAIN4 || BITS == ZEROS4 || BITS == SMALL8, SmallBytes, Bytes>;
+constexpr int FP4 = 3, PLAIN4 = 5, ZEROS4 = 6, SMALL8 = std::is_same_v<SmallBytes<31>, Bytes> ? 8 : 9;
+template <int BITS>
+using DotOf = std::conditional_t<BITS == PLAIN4, SmallBytes<15>,
+                                 std::conditional_t<BITS == ZEROS4 || BITS == SMALL8, SmallBytes<15 + OVER_ZERO>, Bytes>>;
 template <int BITS> struct Codes;
 template <> struct Codes<FP4> {
     static constexpr int WORDS = 2;

@@ -2,8 +2,12 @@
 //
 // A word is one float, two bf16 or four bytes. Matrix products and attention broadcast one word of a row against
 // a vector of words, one for each output column, so one loop serves all types. `Columns` and `Row` are those two,
-// unpacked as far as the instruction set needs it.
+// unpacked as far as the instruction set needs it. Linears multiply a word in PARTS, one for
+// all outputs before the next, so that sums and operands fit into registers; their rows hold `RowNumber`s, what a part
+// broadcasts without more to do.
 #pragma once
+
+#include <algorithm>
 
 #include "vector/amx.h"
 #include "vector/simd.h"
@@ -14,14 +18,40 @@
 
 namespace llmbox {
 
+// Hides where a value comes from. The compiler then adds constants to a pointer, rather than keep a pointer for each sum,
+// and loads a vector of one number from memory, rather than through a register of integers.
+template <class T> INLINE void hide(const T*& pointer) { asm("" : "+r"(pointer)); }
+template <class Vector>
+    requires(sizeof(Vector) == LANES * 4)
+INLINE void hide([[maybe_unused]] Vector& vector) {
+#if defined(LLMBOX_TRACED)
+#elif defined(__aarch64__)
+    asm("" : "+w"(vector));
+#elif defined(__AVX512F__)
+    asm("" : "+v"(vector));
+#else
+    asm("" : "+x"(vector));
+#endif
+}
+
+// Where words are multiplied in several turns: keeps the compiler from loading the operands of all turns together, for which
+// there are no registers.
+template <int TURNS> INLINE void end_turn() {
+    if constexpr (TURNS > 1) asm volatile("" ::: "memory");
+}
+
 struct F32 {
     using Element = float;
+    using RowNumber = float;
     static constexpr int PACK = 1;
     static constexpr int STEP = 1;  // words that a packed linear comes in
     using Columns = Floats;
     using Row = Floats;
     static INLINE Columns columns(const void* from) { return load_as<Floats>(from); }
     static INLINE Row row(uint32_t word) { return splat(as_float(word)); }
+    static constexpr int PARTS = 1;
+    static INLINE Columns columns(const void* from, int) { return columns(from); }
+    static INLINE Row row(const RowNumber* from, int) { return splat(*from); }
     static INLINE void dot(Floats& sum, Columns columns, Row row) { sum = multiply_add_loosely(columns, row, sum); }
 };
 
@@ -29,12 +59,16 @@ struct F32 {
 
 struct BF16 {
     using Element = bf16;
+    using RowNumber = bf16;
     static constexpr int PACK = 2;
     static constexpr int STEP = LLMBOX_TILES ? TILE_WORDS : 1;
     using Columns = Words;
     using Row = Words;
     static INLINE Columns columns(const void* from) { return load_as<Words>(from); }
     static INLINE Row row(uint32_t word) { return splat(word); }
+    static constexpr int PARTS = 1;
+    static INLINE Columns columns(const void* from, int) { return columns(from); }
+    static INLINE Row row(const RowNumber* from, int) { return splat(load_word(from)); }
     // g++ 12 moves the accumulators of the intrinsic through memory; an asm keeps them in registers.
     static INLINE void dot(Floats& sum, Columns columns, Row row) {
         asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(columns), "v"(row));
@@ -45,6 +79,7 @@ struct BF16 {
 
 struct BF16 {
     using Element = bf16;
+    using RowNumber = float;
     static constexpr int PACK = 2;
     static constexpr int STEP = 1;
     struct Pair {
@@ -52,17 +87,27 @@ struct BF16 {
     };
     using Columns = Pair;
     using Row = Pair;
-    static INLINE Columns columns(const void* from) {
-        Words words = load_as<Words>(from);
-        return {(Floats)(words << 16), (Floats)(words & splat(0xffff0000u))};
-    }
+    static INLINE Pair unpack(Words words) { return {(Floats)(words << 16), (Floats)(words & splat(0xffff0000u))}; }
+    static INLINE Columns columns(const void* from) { return unpack(load_as<Words>(from)); }
+    // Broadcast as it is loaded, which takes no instruction of vectors, and unpacked after. Unhidden, the compiler unpacks in
+    // registers of integers and broadcasts both from there.
     static INLINE Row row(uint32_t word) {
-        return {splat(as_float(word << 16)), splat(as_float(word & 0xffff0000u))};
+        Words both = splat(word);
+        hide(both);
+        return unpack(both);
     }
     static INLINE void dot(Floats& sum, Columns columns, Row row) {
         sum = multiply_add_loosely(columns.low, row.low, sum);
         sum = multiply_add_loosely(columns.high, row.high, sum);
     }
+
+    static constexpr int PARTS = 2;  // low, high
+    static INLINE Floats columns(const void* from, int part) {
+        const Pair pair = columns(from);
+        return part ? pair.high : pair.low;
+    }
+    static INLINE Floats row(const RowNumber* from, int part) { return splat(from[part]); }
+    static INLINE void dot(Floats& sum, Floats columns, Floats row) { sum = multiply_add_loosely(columns, row, sum); }
 };
 
 #endif
@@ -85,20 +130,6 @@ inline bool has_byte_products() {
 #else
 #define LLMBOX_BYTE_DOT 0
 #endif
-
-// Hides where a value comes from. The compiler then adds constants to a pointer, rather than keep a pointer for each sum,
-// and loads a vector of one number from memory, rather than through a register of integers.
-template <class T> INLINE void hide(const T*& pointer) { asm("" : "+r"(pointer)); }
-INLINE void hide([[maybe_unused]] Ints& vector) {
-#if defined(LLMBOX_TRACED)
-#elif defined(__aarch64__)
-    asm("" : "+w"(vector));
-#elif defined(__AVX512F__)
-    asm("" : "+v"(vector));
-#else
-    asm("" : "+x"(vector));
-#endif
-}
 
 INLINE Ints splat_int(int32_t x) { return x | Ints{}; }
 
@@ -127,26 +158,16 @@ INLINE Ints multiply_pairs(Words a, Words b) {
 #endif
 }
 
-// sum += the four products of weight bytes and signed row bytes, lane by lane; exact. FLIP: what makes the bytes of
-// signed weights: 0x80 adds 128 where the instruction takes unsigned ones.
-struct Bytes {
-#if defined(__ARM_FEATURE_DOTPROD)
-    static constexpr uint32_t FLIP = 0;
-    using Row = Words;
-    static INLINE Row row(uint32_t word) { return splat(word); }
-    static INLINE void dot(Ints& sum, Words weights, Row row) {
-        sum = (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, (int8x16_t)row);
-    }
-#elif defined(__AVX512VNNI__) && defined(__AVX512BW__)
+// a[i] + b[i] of 16 bits, which may wrap.
+INLINE Words add_pairs(Words a, Words b) {
+    typedef uint16_t Halves __attribute__((vector_size(LANES * 4)));
+    return (Words)((Halves)a + (Halves)b);
+}
+
+// Row bytes as 16-bit numbers, and products of those: exact for all unsigned bytes of weights. FLIP as for `Bytes`.
+struct SplitBytes {
     static constexpr uint32_t FLIP = 0x80;
-    using Row = Words;
-    static INLINE Row row(uint32_t word) { return splat(word); }
-    static INLINE void dot(Ints& sum, Words weights, Row row) {  // asm: see BF16::dot
-        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(row));
-    }
-#else
-    static constexpr uint32_t FLIP = 0x80;
-    // As 16-bit pairs: first and third byte, second and fourth.
+    // First and third byte, second and fourth.
     struct Row {
         Words even, odd;
     };
@@ -158,26 +179,67 @@ struct Bytes {
         const Words mask = splat(0x00ff00ffu);
         sum += multiply_pairs(weights & mask, row.even) + multiply_pairs((weights >> 8) & mask, row.odd);
     }
-#endif
 };
 
-// Dot products with unsigned weights below 128, whose sums of two fit 16 bits. Exact as those of Bytes.
-#if defined(__AVX2__) && !(defined(__AVX512VNNI__) && defined(__AVX512BW__))
-struct SmallBytes {
+#if defined(__AVX2__)
+// a[2i] * b[2i] + a[2i + 1] * b[2i + 1] of unsigned and signed bytes; sums that exceed 16 bits saturate.
+INLINE Words multiply_byte_pairs(Words a, Words b) {
+#if defined(__AVX512BW__)
+    return (Words)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
+#else
+    return (Words)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+#endif
+}
+// The sum of both halves of each word.
+INLINE Ints add_halves(Words pairs) { return multiply_pairs(pairs, splat(0x00010001u)); }
+#endif
+
+// sum += the four products of weight bytes and signed row bytes, lane by lane; exact. Row bytes are -127 to 127. FLIP: what
+// makes the bytes of signed weights: 0x80 adds 128 where the instruction takes unsigned ones.
+#if defined(__ARM_FEATURE_DOTPROD)
+struct Bytes {
+    static constexpr uint32_t FLIP = 0;
     using Row = Words;
     static INLINE Row row(uint32_t word) { return splat(word); }
     static INLINE void dot(Ints& sum, Words weights, Row row) {
-#if defined(__AVX512BW__)
-        const __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, (__m512i)row);
-        sum += (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#else
-        const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)row);
-        sum += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#endif
+        sum = (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, (int8x16_t)row);
+    }
+};
+#elif defined(__AVX512VNNI__) && defined(__AVX512BW__)
+struct Bytes {
+    static constexpr uint32_t FLIP = 0x80;
+    using Row = Words;
+    static INLINE Row row(uint32_t word) { return splat(word); }
+    static INLINE void dot(Ints& sum, Words weights, Row row) {  // asm: see BF16::dot
+        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(row));
+    }
+};
+#elif defined(__AVX2__) && !defined(__AVX512BW__)
+// Of |w| and x with the sign of w a sum of two products fits 16 bits: at most 2 * 128 * 127.
+struct Bytes {
+    static constexpr uint32_t FLIP = 0;
+    using Row = Words;
+    static INLINE Row row(uint32_t word) { return splat(word); }
+    static INLINE void dot(Ints& sum, Words weights, Row row) {
+        const auto signs = (Words)_mm256_sign_epi8((__m256i)row, (__m256i)weights);
+        sum += add_halves(multiply_byte_pairs((Words)_mm256_abs_epi8((__m256i)weights), signs));
     }
 };
 #else
-using SmallBytes = Bytes;
+using Bytes = SplitBytes;
+#endif
+
+// Dot products with unsigned weights of at most MOST < 128: sums of two fit 16 bits. Exact as those of Bytes.
+#if defined(__AVX2__) && !(defined(__AVX512VNNI__) && defined(__AVX512BW__))
+template <int MOST> struct PairBytes {
+    static constexpr int DEPTH = std::min(4, INT16_MAX / (2 * 127 * MOST));  // words of an output that are added in 16 bits
+    using Row = Words;
+    static INLINE Row row(uint32_t word) { return splat(word); }
+    static INLINE void dot(Ints& sum, Words weights, Row row) { sum += add_halves(multiply_byte_pairs(weights, row)); }
+};
+template <int MOST> using SmallBytes = PairBytes<MOST>;
+#else
+template <int> using SmallBytes = Bytes;
 #endif
 
 // The sums of ROWS rows of bytes by VECTORS vectors of outputs.
@@ -196,6 +258,31 @@ template <class Dot, int ROWS, int VECTORS> struct ByteSums {
     }
     INLINE Ints total(int r, int v) const { return sums[r][v]; }
 };
+
+#if defined(__AVX2__) && !(defined(__AVX512VNNI__) && defined(__AVX512BW__))
+// Products of several words are added in 16 bits first.
+template <int MOST, int ROWS, int VECTORS> struct ByteSums<PairBytes<MOST>, ROWS, VECTORS> {
+    static constexpr int WORDS = PairBytes<MOST>::DEPTH;
+    Ints sums[ROWS][VECTORS];
+
+    INLINE void begin(int r, int v, Ints value) { sums[r][v] = value; }
+    template <int COUNT> INLINE void add(const Words (&weights)[VECTORS][COUNT], const int8_t* const (&x)[ROWS], int at) {
+        UNROLL for (int first = 0; first < COUNT; first += WORDS)
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                Words pairs[VECTORS];
+                UNROLL for (int w = first; w < std::min(first + WORDS, COUNT); w++) {
+                    const Words row = splat(load_word(x[r] + at + 4 * w));
+                    UNROLL for (int v = 0; v < VECTORS; v++) {
+                        const Words products = multiply_byte_pairs(weights[v][w], row);
+                        pairs[v] = w == first ? products : add_pairs(pairs[v], products);
+                    }
+                }
+                UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] += add_halves(pairs[v]);
+            }
+    }
+    INLINE Ints total(int r, int v) const { return sums[r][v]; }
+};
+#endif
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 // An instruction multiplies 8 bytes of two rows with those of two outputs.

@@ -118,6 +118,17 @@ INLINE void store(bf16* to, Floats v) {
     const Words bits = tiny ? sign : (Words)v, rounded = bits + splat(0x7fffu) + (bits >> 16 & splat(1u));
     store_as(to, vshrn_n_u32((uint32x4_t)(v == v ? rounded : splat(0x7fc00000u)), 16));
 }
+#elif defined(__AVX2__) && !defined(LLMBOX_TRACED)
+INLINE Floats load(const bf16* from) {
+    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
+}
+INLINE void store(bf16* to, Floats v) {
+    const Words sign = (Words)v & splat(0x80000000u), tiny = (Words)(((Words)v & splat(0x7f800000u)) == splat(0u));
+    const Words bits = tiny ? sign : (Words)v, rounded = bits + splat(0x7fffu) + (bits >> 16 & splat(1u));
+    const __m256i halves = (__m256i)((v == v ? rounded : splat(0x7fc00000u)) >> 16);
+    const __m256i packed = _mm256_packus_epi32(halves, halves);  // in each half of the vector
+    store_as(to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000)));
+}
 #else
 INLINE Floats load(const bf16* from) {
     Floats v;

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbox.app.cli.models.fit_prediction import PredictionRequest, read_gpu_models, report_prediction
+from llmbox.app.cli.models.fit import PredictionRequest, read_gpu_models, report_prediction
 from llmbox.app.errors import Exit
 from llmbox.app.fit.capacity import UserLoad
 from llmbox.app.fit.gpu_prediction import USUAL_REQUEST

@@ -9,8 +9,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from llmbox.app.text.grammar.grammars import bare_calls, calls, free_text, grammars, json_input
 from llmbox.app.text.grammar.json_lark import lark_in_json
+from llmbox.app.text.output import make_parser
 from llmbox.app.text.output.output_formats import ToolSyntax
-from llmbox.app.text.output.output_parser import OutputParser
 from support.output_examples import ARGUMENTS, EXAMPLES, FORMATS, SCHEMAS
 
 HERMES, MISTRAL, LLAMA = (FORMATS[name].tools for name in ("hermes", "mistral_json", "llama3"))
@@ -138,7 +138,7 @@ def test_marked_parameters_follow_the_schema_and_are_read_back(name):
     for values in MEANT:
         answer = write(name, values)
         assert accepts(made, answer), answer
-        parser = OutputParser(FORMATS[name], "no", {"get_it": RICH})
+        parser = make_parser(FORMATS[name], "no", {"get_it": RICH})
         (call,) = parser.push(answer).calls
         assert json.loads(call.arguments) == values
     for bad in ({"unit": "K", "place": {"x": 1}}, {"unit": "C"}, {"place": {"x": 1}, "deep": 1}):
@@ -206,7 +206,7 @@ def test_every_value_of_an_enum_can_be_said(name):
         values = {"unit": unit, "empty": "", "place": place}
         answer = write(name, values)
         assert accepts(made, answer), answer
-        (call,) = OutputParser(FORMATS[name], "no", {"get_it": CHOICES}).push(answer).calls
+        (call,) = make_parser(FORMATS[name], "no", {"get_it": CHOICES}).push(answer).calls
         assert json.loads(call.arguments) == values
     for bad in ({"unit": "F"}, {"empty": "C"}, {"place": "away"}, {"place": 1}):
         assert not accepts(made, write(name, {"unit": "", "empty": "", "place": None} | bad)), bad
