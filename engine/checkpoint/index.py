@@ -297,17 +297,28 @@ def count_rows(directory: Path, name: str) -> int:
     return 0 if entry is None or len(entry.shape) != 2 else entry.shape[0]
 
 
+def differ(one: TensorEntry, other: TensorEntry, rows: int = 16) -> bool:
+    """Return True if two matrices of the same shape and float dtype differ in some of `rows` rows, which are
+    spread evenly and end with the last. Raises ModelError.
+    """
+    if (one.shape, one.dtype) != (other.shape, other.dtype) or one.dtype not in _FLOATS:
+        return False
+    last = one.shape[0] - 1
+    return any(
+        _row_bytes(one, row) != _row_bytes(other, row) for row in {last * i // rows for i in range(rows + 1)}
+    )
+
+
 def _found(entries: Mapping[str, TensorEntry], directory: Path, name: str) -> TensorEntry:
     if name not in entries:
         raise ModelError(f"{directory}: tensor {shown(name)} is missing; {FETCH_AGAIN}")
     return entries[name]
 
 
-def _row(entry: TensorEntry, row: int) -> list[float]:
+def _row_bytes(entry: TensorEntry, row: int) -> bytes:
     if len(entry.shape) != 2 or row >= entry.shape[0] or entry.dtype not in _BYTES:
         raise ModelError(f"{entry.file}: tensor {shown(entry.name)} has no row {row} that can be read")
-    count = entry.shape[1]
-    size = count * _BYTES[entry.dtype]
+    size = entry.shape[1] * _BYTES[entry.dtype]
     try:
         with open_regular(entry.file) as stream:
             stream.seek(entry.offset + row * size)
@@ -316,6 +327,11 @@ def _row(entry: TensorEntry, row: int) -> list[float]:
         raise ModelError(f"{entry.file} cannot be read: {error.strerror}") from None
     if len(raw) != size:
         raise ModelError(f"{entry.file}: tensor {shown(entry.name)} is cut short; {FETCH_AGAIN}")
+    return raw
+
+
+def _row(entry: TensorEntry, row: int) -> list[float]:
+    raw, count = _row_bytes(entry, row), entry.shape[1]
     match entry.dtype:
         case "F32":
             return list(struct.unpack(f"<{count}f", raw))
@@ -324,5 +340,5 @@ def _row(entry: TensorEntry, row: int) -> list[float]:
         case "I8":
             return list(map(float, struct.unpack(f"<{count}b", raw)))
         case _:  # BF16: the upper half of a float32
-            wide = b"".join(b"\0\0" + raw[i : i + 2] for i in range(0, size, 2))
+            wide = b"".join(b"\0\0" + raw[i : i + 2] for i in range(0, len(raw), 2))
             return list(struct.unpack(f"<{count}f", wide))

@@ -255,6 +255,8 @@ class Architecture(ArchitectureTraits):
     """Position of norms in recurrent layers, if it is another."""
     head_bias_flag: str = ""
     """Key of config.json that says if the output head has a bias; empty: it has none."""
+    never_ties: bool = False
+    """True if the output head has a matrix of its own, whatever `tie_word_embeddings` says."""
     head_gate_flag: str = ""
     """Key of config.json without which each head's result is multiplied by the sigmoid of a gate of its own
     (`g_proj`); empty: there are no such gates."""

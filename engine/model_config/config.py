@@ -29,7 +29,7 @@ from .architecture import (
 )
 from .architectures import architecture_of, named_architecture
 from .attention import IndexConfig, LatentConfig, LayerSizes, Scales, sliding_shape
-from .encoders.pooling import has_head, read_vectors
+from .encoders.pooling import has_head, has_tied_head, read_vectors
 from .expected_tensors import count_layer_params, count_parameters
 from .fields import (
     MAX_POSITIONS,
@@ -319,7 +319,7 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
         max_position_embeddings=sizes.positions,
         rms_norm_eps=norm_eps(fields) / scales.residual**2,
         post_norm_eps=fields.optional_number("post_norm_eps"),
-        tie_word_embeddings=not head or fields.flag("tie_word_embeddings", default=False),
+        tie_word_embeddings=not head or (not kind.never_ties and has_tied_head(fields, path)),
         has_head=head,
         qkv_bias=bias or kind.qkv_bias,
         o_bias=kind.attention_bias and fields.flag("attention_out_bias", default=bias),

@@ -155,7 +155,7 @@ def partial_ropes_by_type(fields: Fields, head_dim: int, positions: int, layers:
         )
     raw, found = Fields(by_type, f"{fields.where}: rope_parameters"), []
     for name in by_type:
-        rope = raw.mapping(name) or {}
+        rope = rope_of_type(raw, name)
         found.append(read_rope(rope, fields, part_of_head(rope, fields, head_dim), positions))
     names, types = list(by_type), layer_types(fields, layers)
     if not set(types) <= set(names):
@@ -247,8 +247,17 @@ def olmo3_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> L
     if not raw.keys() <= set(names):
         raise fields.error(f"rope_parameters must have an entry for {names[0]} and {names[1]}, and no others")
     by_type = Fields(raw, fields.where)
-    found = tuple(whole_heads(by_type.mapping(name) or {}, fields, head_dim, positions) for name in names)
+    found = tuple(whole_heads(rope_of_type(by_type, name), fields, head_dim, positions) for name in names)
     return found, tuple(int(name == SLIDING) for name in layer_types(fields, layers))
+
+
+def rope_of_type(by_type: Fields, name: str) -> dict[str, Any]:
+    """Return the RoPE parameters of one layer type. Raises ModelError where transformers reads a key beside
+    them, and so has another value.
+    """
+    rope = by_type.mapping(name) or {}
+    Fields(rope, f"{by_type.where}: {name}").refuse_others({"truncate": True}, "by layer type")
+    return rope
 
 
 def phi3_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
@@ -324,6 +333,7 @@ def read_rope(
     if not 1.0 < theta <= MAX_THETA:
         raise rope.error(f"rope_theta {theta} must be larger than 1 and at most {MAX_THETA:g}")
     if rope_type == "default":
+        rope.refuse_others({"llama_4_scaling_beta": 0}, "with RoPE type 'default'")
         return RopeConfig(rotary_dim=rotary_dim, theta=theta)
     if rope_type == "proportional":
         raise rope.error("RoPE type 'proportional' is not supported of this architecture")

@@ -130,6 +130,18 @@ def all_logits(runner: CPUModelRunner, ids: list[int]) -> Tensor:
     return model.logits(hidden[0])
 
 
+def decode_logits(runner: CPUModelRunner, ids: list[int], prefill: int) -> Tensor:
+    """Logits of positions prefill - 1 on: a prefill, then one token a step."""
+    keeper = runner._sampler = LogitsKeeper()
+    request = one_request(runner, ids, prefill)
+    start = 0
+    while start < len(ids):
+        runner.execute(StepPlan([planned(request, start, request.num_tokens - start)]))
+        start = request.num_tokens
+        request.token_ids = ids[: start + 1]
+    return torch.stack(keeper.rows)
+
+
 def drafts_of(engine: Engine) -> list[list[int]]:
     """Return a list that gets all drafts that its draft model or head proposes from now on."""
     proposer, proposed = engine.scheduler.drafting._models[0].proposer, list[list[int]]()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ...checkpoint.files import read_json, read_value
-from ...checkpoint.index import list_tensors
+from ...checkpoint.index import differ, list_tensors
 from ...errors import ModelError
 from ...sampling_params import Pooling
 from ..fields import Fields
@@ -218,7 +218,7 @@ def _one_of(known: dict[str, Any], asked: list[str], file: Path) -> Any:
     return known[asked[0]]
 
 
-HEAD = "lm_head.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _WHOLE = "ForCausalLM"
 _OTHERS = ("ForSequenceClassification", "TextModel", "Model")
 """Suffixes of class names of the same transformer without an output head."""
@@ -247,5 +247,18 @@ def has_head(fields: Fields, directory: Path) -> bool:
         return True
     try:
         return HEAD in list_tensors(directory)
+    except ModelError:  # loading says why
+        return True
+
+
+def has_tied_head(fields: Fields, directory: Path) -> bool:
+    """Return True if embeddings are the output head too: by `tie_word_embeddings`, unless the weight files
+    hold a head with other numbers, which transformers takes then.
+    """
+    if not fields.flag("tie_word_embeddings", default=False):
+        return False
+    try:
+        entries = list_tensors(directory)
+        return not (entries.keys() >= {HEAD, EMBEDDING} and differ(entries[HEAD], entries[EMBEDDING]))
     except ModelError:  # loading says why
         return True

@@ -267,6 +267,7 @@ HYBRIDS: dict[str, Architecture] = {
     ),
     "NemotronHForCausalLM": Architecture(
         model_type="nemotron_h",
+        never_ties=True,
         defaults={
             "layer_norm_epsilon": 1e-5,
             "intermediate_size": 21504,
@@ -327,6 +328,7 @@ HYBRIDS: dict[str, Architecture] = {
     ),
     "KimiLinearForCausalLM": Architecture(
         model_type="kimi_linear",
+        never_ties=True,
         defaults={
             "rms_norm_eps": 1e-5,
             "num_experts": 256,
@@ -347,6 +349,7 @@ HYBRIDS: dict[str, Architecture] = {
     ),
     "BailingHybridForCausalLM": Architecture(
         model_type="bailing_hybrid",
+        never_ties=True,
         defaults={
             "rope_theta": 6e6,
             "routed_scaling_factor": 2.5,

@@ -7,23 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.scheduler import Scheduler
-from llmbox.engine.core.step import StepPlan
 from llmbox.engine.ipc.messages import AddRequest
-from llmbox.engine.runner.cpu_runner import CPUModelRunner
 from support.families import FAMILIES
 from support.real_engines import (
-    LogitsKeeper,
     all_logits,
     ask,
+    decode_logits,
     hf_model,
     load,
-    one_request,
-    planned,
     runner_of,
     tokens,
 )
@@ -210,18 +205,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 pytestmark = pytest.mark.parametrize("case", list(VARIANTS), indirect=True)
-
-
-def decode_logits(runner: CPUModelRunner, ids: list[int], prefill: int) -> Tensor:
-    """Logits of positions prefill - 1 on: a prefill, then one token a step."""
-    keeper = runner._sampler = LogitsKeeper()
-    request = one_request(runner, ids, prefill)
-    start = 0
-    while start < len(ids):
-        runner.execute(StepPlan([planned(request, start, request.num_tokens - start)]))
-        start = request.num_tokens
-        request.token_ids = ids[: start + 1]
-    return torch.stack(keeper.rows)
 
 
 @torch.inference_mode()

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.config import EngineConfig
+from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.expected_tensors import check_weights
 from llmbox.engine.planning.estimator import MemoryBudget, estimate
@@ -18,7 +19,9 @@ from llmbox.engine.planning.performance_model import rank_shape
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
 from support.families import (
+    COMMON,
     FAMILIES,
+    YARN,
     make_family,
     make_mistral_that_sees,
     make_qwen_that_sees,
@@ -26,7 +29,7 @@ from support.families import (
     stack_experts,
 )
 from support.fp8_checkpoint import round_to_blocks
-from support.real_engines import ask, hf_tokens, load, tokens
+from support.real_engines import ask, hf_model, hf_tokens, load, tokens
 
 PROMPT = ask("a", range(3, 40), 6)
 
@@ -75,6 +78,24 @@ def test_experts_of_a_qwen_3_5_in_one_tensor(tmp_path: Path) -> None:
     apart = tokens(load(model), [PROMPT])
     stack_experts(model)
     assert tokens(load(model), [PROMPT]) == apart
+
+
+@pytest.mark.parametrize("arch", ["seed_oss", "gpt_neox", "nemotron_h", "kimi_linear", "bailing_hybrid"])
+def test_a_stored_head_counts_more_than_tie_word_embeddings(tmp_path: Path, arch: str) -> None:
+    """As in transformers, which ties none of the last three."""
+    model = make_family(tmp_path, arch)
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": True}))
+    expected = hf_tokens(hf_model(model), PROMPT.prompt_ids, 6)
+    assert tokens(load(model), [PROMPT])["a"] == expected
+
+
+def test_a_stored_copy_of_the_embedding_is_no_head(tmp_path: Path) -> None:
+    model = make_family(tmp_path, "seed_oss", tie_word_embeddings=True)
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, model / "model.safetensors")
+    assert parse_config(model).tie_word_embeddings
 
 
 KIMI_ATTENTION = [4, 8, 12, 16, 20, 24, 27]
@@ -277,3 +298,19 @@ def test_deepseek_in_blocks_of_fp8(tmp_path: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in wide.items()}, same / "model.safetensors")
     expected = tokens(load(same, dtype="float32"), [PROMPT])
     assert tokens(load(model, dtype="float32"), [PROMPT]) == expected
+
+
+@pytest.mark.parametrize(
+    ("arch", "rope", "problem"),
+    [
+        ("olmo3", {"full_attention": YARN | {"truncate": False}}, "truncate False is not supported by layer"),
+        ("ministral3", {"rope_type": "default", "llama_4_scaling_beta": 0.5}, "llama_4_scaling_beta 0.5 is"),
+    ],
+)
+def test_rope_parameters_that_would_be_computed_otherwise(
+    tmp_path: Path, arch: str, rope: dict[str, Any], problem: str
+) -> None:
+    raw = {**COMMON, "model_type": arch, "rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match=problem):
+        parse_config(tmp_path)
