@@ -288,6 +288,7 @@ class ModelScheduler:
                 raise ApiError(400, str(error), "does_not_fit") from error
             if size is None:
                 return config
+            await self._engines.finish_unloads()  # those that began meanwhile
             # Its own engine ends before one with other options starts.
             residents = [r for r in self.residents(device, but=config.name) if r.name != config.name]
             room = choose_placement(size.requests, size.budgets, residents, keep_owned=on_request)

@@ -128,19 +128,19 @@ class EngineManager:
         model = self.find(name)
         if model is None:
             raise model_not_found(name)
-        del self._loaded[model.name]
-        await self._end(model)
+        await self.begin_unload(model)
 
-    def begin_unload(self, model: LoadedModel) -> None:
+    def begin_unload(self, model: LoadedModel) -> "asyncio.Task[None]":
         """Stop a model's engine in the background: it may still write KV blocks. See `finish_unloads`."""
         del self._loaded[model.name]
         ending = asyncio.create_task(self._end(model), name=f"unload {model.name}")
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
+        return ending
 
     async def finish_unloads(self) -> None:
-        """Wait until the engines of `begin_unload` have ended."""
-        if self._ending:
+        """Wait until the engines of unloaded models have ended."""
+        while self._ending:
             await asyncio.wait(self._ending)
 
     async def _end(self, model: LoadedModel) -> None:

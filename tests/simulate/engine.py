@@ -18,6 +18,7 @@ from llmbox.engine.core.request import Request
 from llmbox.engine.core.request_queue import band_of
 from llmbox.engine.core.step import StepPlan, StepResult, SyncExecutor
 from llmbox.engine.errors import DoesNotFit
+from llmbox.engine.executor.rank_engine import EXIT_SECONDS
 from llmbox.engine.ipc.channel import Channel, DaemonGone
 from llmbox.engine.ipc.messages import ModelInfo, Progress, StepOutputs
 from llmbox.engine.kv_store.folder import FORMAT, KVFolder
@@ -30,6 +31,8 @@ from support.scheduling import INFO, make_scheduler
 from .machine import Machine, VirtualProcess
 from .streams import EngineSocket
 
+MODEL_BYTES = 10_000
+"""Memory that each model takes."""
 POISON = 60
 """Token of prompts that bring the engine down; no model draws it."""
 FOREVER = 1e9
@@ -80,7 +83,7 @@ class ModelSetup:
             block_size=sizes["block_size"],
             num_blocks=sizes["num_blocks"],
             max_running=sizes["max_running"],
-            weights_bytes=1000,
+            weights_bytes=MODEL_BYTES,
         )
 
 
@@ -371,6 +374,7 @@ def _load(
     setup = setups[config.name]
     process.name = setup.name
     setup.starts += 1
+    _take_memory(config, process, machine)
     send(Progress(phase="weights", done=0, total=100))
     fault = setup.load_faults.get(setup.starts, "")
     for number in range(1, LOAD_ALLOCATIONS + 1):
@@ -380,6 +384,18 @@ def _load(
     send(Progress(phase="weights", done=100, total=100))
     process.engine = SimulatedEngine(setup, config, process, machine)
     return process.engine
+
+
+def _take_memory(config: EngineConfig, process: VirtualProcess, machine: Machine) -> None:
+    """Take the model's share, after the processes that hold it have ended; all shares fit into the budget."""
+    until = machine.loop.time() + EXIT_SECONDS
+    leaving = [machine.processes[pid] for pid in config.memory_after]
+    while machine.loop.time() < until and any(each.exited is None for each in leaving):
+        process.suspend(0.01, alone=True)
+    process.memory = config.memory_bytes or 0
+    held = {each.name: each.memory for each in machine.processes.values() if each.exited is None}
+    if sum(held.values()) > machine.memory:
+        raise BrokenRuleError(f"engines hold {held} of {machine.memory} bytes")
 
 
 def _fail_load(process: VirtualProcess, fault: str) -> None:

@@ -59,6 +59,8 @@ class VirtualProcess(Strand):
         self.threads: list[VirtualThread] = []
         self.returncode: int | None = None
         self.name = ""
+        self.memory = 0
+        """Bytes of its model's share that it holds."""
         self.engine: Any = None
         self.letter = "S"
         self.exited: int | None = None
@@ -175,6 +177,8 @@ class Machine:
         self.spawn_errors = 0
         """Number of processes that cannot be started, from now on."""
         self.oom_kills = 0
+        self.memory = 1 << 62
+        """Bytes that engines may hold together."""
         self.folder = Path()
         """Files of this run."""
         self.processes: dict[int, VirtualProcess] = {}

@@ -8,7 +8,7 @@ from llmbox.engine.sampling_params import SamplingParams
 
 from .dialects import DIALECTS_BY_NAME, OllamaChat
 from .disks import LOG_FAULTS, READ_FAULTS, WRITE_FAULTS
-from .engine import LOAD_ALLOCATIONS, POISON, ModelSetup
+from .engine import LOAD_ALLOCATIONS, MODEL_BYTES, POISON, ModelSetup
 from .stored_clients import StoredPlan, draw_plan
 
 Weather = Literal["calm", "crowd", "poison", "outside", "storm", "models"]
@@ -244,9 +244,6 @@ def _draw_disk_faults(chance: Random, scenario: Scenario) -> None:
     for _ in range(chance.choice([0, 1, 4, 12])):
         scenario.write_faults[chance.randint(1, chance.choice([5, 60]))] = chance.choice(WRITE_FAULTS)
         scenario.read_faults[chance.randint(1, chance.choice([5, 40]))] = chance.choice(READ_FAULTS)
-
-
-MODEL_BYTES = 10_000
 
 
 def _draw_model(chance: Random, name: str, weather: Weather) -> ModelSetup:

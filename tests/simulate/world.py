@@ -64,7 +64,7 @@ from llmbox.engine.process import engine_main
 
 from .clients import Clients
 from .disks import Disk, failing_inserts
-from .engine import BrokenRuleError, run_engine
+from .engine import MODEL_BYTES, BrokenRuleError, run_engine
 from .http_clients import begin_http
 from .machine import Death, Machine, VirtualProcess
 from .next_daemon import DaemonLegacy, check_next_daemon, copy_legacy
@@ -77,7 +77,7 @@ from .rules import (
     check_records,
     check_rest,
 )
-from .scenario import MODEL_BYTES, MachineEvent, Scenario
+from .scenario import MachineEvent, Scenario
 from .threads import queue_of, threading_of
 from .virtual_loop import VirtualClock, VirtualLoop
 
@@ -133,6 +133,7 @@ class World:
         self.machine.folder = folder()
         self.machine.mean_latency = scenario.latency
         self.machine.capacity = scenario.capacity
+        self.machine.memory = scenario.memory
         self.machine.on_death = self._note_death
         self.disk = Disk(self.machine, scenario.write_faults, scenario.read_faults)
         self.log: list[tuple[float, int, str]] = []

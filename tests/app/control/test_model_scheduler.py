@@ -13,11 +13,12 @@ import pytest
 
 from llmbox.app.config.model_settings import MemorySettings
 from llmbox.app.config.settings import Settings
+from llmbox.app.control import model_scheduler
 from llmbox.app.control.memory_estimate import MemoryNeed, least_bytes, sizes
 from llmbox.app.control.model_scheduler import ModelScheduler, SchedulerDeps
 from llmbox.app.control.model_tables import seen_from
 from llmbox.app.engines.engine_process import SupervisorOptions
-from llmbox.app.engines.eviction import HOST, MemoryRequest, Place, budgets
+from llmbox.app.engines.eviction import HOST, MemoryRequest, Place, budgets, choose_placement
 from llmbox.app.engines.manager import EngineManager
 from llmbox.app.errors import ApiError
 from llmbox.app.events import Events
@@ -186,6 +187,41 @@ async def test_a_load_waits_for_the_end_of_another_engine_only_for_its_memory(tm
         may_end.set()
         await again
         assert house.names == ["a"]
+
+
+async def test_an_unload_that_takes_its_time_holds_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with opened(tmp_path) as house:
+        house.budgets = (SIZE,)
+        await house.ask("a")
+        model = house.engines.get("a")
+        stop, begun, may_end = model.supervisor.stop, asyncio.Event(), asyncio.Event()
+        placed_beside: list[int | None] = []
+
+        async def stop_slowly() -> None:
+            begun.set()
+            await may_end.wait()
+            await stop()
+
+        async def finish_unloads() -> None:
+            if house.engines._ending:
+                may_end.set()
+            await EngineManager.finish_unloads(house.engines)
+
+        def place(*args: Any, **options: Any) -> Any:
+            placed_beside.append(model.supervisor.pid)
+            may_end.set()
+            return choose_placement(*args, **options)
+
+        model.supervisor.stop = stop_slowly  # type: ignore[method-assign, assignment]
+        monkeypatch.setattr(house.engines, "finish_unloads", finish_unloads)
+        monkeypatch.setattr(model_scheduler, "choose_placement", place)
+        unloading = asyncio.create_task(house.engines.unload("a"))
+        await begun.wait()
+        await asyncio.gather(unloading, house.ask("b"))
+        assert placed_beside == [None], "its process still had its memory"
+        assert house.names == ["b"]
 
 
 async def test_a_daemon_that_ends_waits_for_engines_that_leave(tmp_path: Path):
