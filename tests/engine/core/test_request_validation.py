@@ -15,8 +15,8 @@ from llmbox.engine.ipc.messages import (
     AddRequest,
     RequestOutput,
     StepOutputs,
-    TokenLogprobs,
     ToEngine,
+    TokenLogprobs,
     Vocabulary,
 )
 from llmbox.engine.sampling_params import SamplingParams, ThinkingParams
