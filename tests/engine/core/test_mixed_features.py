@@ -14,6 +14,7 @@ import torch
 
 from engine.vision.test_seeing_models import picture_of
 from llmbox.engine.core.engine import Engine
+from llmbox.engine.executor.multiproc import MultiprocExecutor
 from llmbox.engine.ipc.messages import AddRequest, PreparedImage, RequestOutput
 from llmbox.engine.kv_store import usage
 from llmbox.engine.sampling_params import ThinkingParams
@@ -180,6 +181,11 @@ def run_alone(engine: Engine, request: AddRequest) -> tuple[Any, ...]:
     return seen_by_client(outputs)
 
 
+def end_ranks(engine: Engine) -> None:
+    if isinstance(engine.executor, MultiprocExecutor):
+        engine.executor.close()
+
+
 class Disturber:
     """Feeds an engine with requests at any time, aborts and preempts some, and restarts it now and then."""
 
@@ -190,6 +196,10 @@ class Disturber:
         self.aborted: set[str] = set()
         self.restarts = 0
         self.engine = self._load()
+
+    def close(self) -> None:
+        self.engine.close()
+        end_ranks(self.engine)
 
     def _load(self) -> Engine:
         engine = learned(load(self._model, dtype="float32", **self._options))
@@ -208,7 +218,6 @@ class Disturber:
             self._take(self.engine.step().outputs)
             self.engine.scheduler.check()
         assert self.engine.scheduler.pool.num_used == len(self.engine.scheduler.kv_cache.loading("kv"))
-        self.engine.close()
 
     def _add(self, request: AddRequest) -> None:
         self.asked[request.request_id] = request
@@ -241,6 +250,7 @@ class Disturber:
         open_ids = list(self.engine.scheduler._requests)
         if self._rng.random() < 0.5:
             self.engine.close()
+        end_ranks(self.engine)
         self.engine = self._load()
         for name in open_ids:
             ids = [token for output in self.outputs[name] for token in output.token_ids]
@@ -249,16 +259,24 @@ class Disturber:
 
 
 def check_seed(
-    seed: int, model: Path, adapters: list[Path], alone: dict[int, Engine], pictures: list[Picture]
+    seed: int,
+    model: Path,
+    adapters: list[Path],
+    alone: dict[int, Engine],
+    pictures: list[Picture],
+    ranks: dict[str, Any],
 ) -> None:
     rng = random.Random(seed)
-    options = engine_options(rng)
+    options = engine_options(rng) | ranks
     if pictures:
         options |= {"batching": "continuous", "chunked_prefill": True}
     # Beside a device's runner, adapters need its kernels.
     requests = Requests(rng, [] if options["overlap"] else adapters, pictures)
     subject = Disturber(rng, model, options)
-    subject.run(iter([requests.draw() for _ in range(12)]))
+    try:
+        subject.run(iter([requests.draw() for _ in range(12)]))
+    finally:
+        subject.close()
     for name, request in subject.asked.items():
         outputs, why = subject.outputs[name], f"{name} of seed {seed}, {options}, {request}"
         seen, expected = seen_by_client(outputs), run_alone(alone[options["block_size"]], request)
@@ -278,11 +296,25 @@ def _exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     draft_at_no_price(monkeypatch)
 
 
-def compare(model: Path, adapters: list[Path] | None = None, pictures: list[Picture] | None = None) -> None:
-    plain = {"dtype": "float32", "speculate": "off", "prefix_cache": False, "context": CONTEXT}
+def compare(
+    model: Path,
+    adapters: list[Path] | None = None,
+    pictures: list[Picture] | None = None,
+    **ranks: Any,
+) -> None:
+    plain = {"dtype": "float32", "speculate": "off", "prefix_cache": False, "context": CONTEXT, **ranks}
     alone = {size: learned(load(model, block_size=size, **plain)) for size in (4, 16)}
-    for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
-        check_seed(seed, model, adapters or [], alone, pictures or [])
+    try:
+        for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
+            check_seed(seed, model, adapters or [], alone, pictures or [], ranks)
+    finally:
+        for engine in alone.values():
+            end_ranks(engine)
+
+
+def write_adapters(folder: Path) -> list[Path]:
+    torch.manual_seed(1)
+    return [write_adapter(folder / f"{rank}", plain_tensors(rank=rank), r=rank) for rank in (2, 4)]
 
 
 @pytest.mark.usefixtures("_exact")
@@ -292,9 +324,7 @@ def test_a_request_is_answered_as_if_alone(kind, tmp_path):
     if arch in FAMILIES:
         config = {"max_position_embeddings": 256, **config}
     model = make_tiny_model(tmp_path / "model", arch=arch, tokenizer=False, **config)
-    torch.manual_seed(1)
-    ranks = (2, 4) if arch in WITH_ADAPTERS else ()
-    compare(model, [write_adapter(tmp_path / f"{rank}", plain_tensors(rank=rank), r=rank) for rank in ranks])
+    compare(model, write_adapters(tmp_path) if arch in WITH_ADAPTERS else [])
 
 
 @pytest.mark.usefixtures("_exact")
@@ -303,3 +333,13 @@ def test_a_request_is_answered_as_if_alone(kind, tmp_path):
 def test_a_request_with_pictures_is_answered_as_if_alone(kind, tmp_path):
     make_vision_model(tmp_path, SEEING[kind])
     compare(tmp_path, pictures=[picture_of(tmp_path, *size) for size in ((50, 40), (70, 30), (30, 66))])
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.nightly
+@pytest.mark.parametrize("cut", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["window of a block", "recurrent, window"])
+def test_a_request_is_answered_by_ranks_as_if_alone(kind, cut, tmp_path):
+    arch, config = MODELS[kind]
+    model = make_tiny_model(tmp_path / "model", arch=arch, tokenizer=False, **config)
+    compare(model, write_adapters(tmp_path) if arch in WITH_ADAPTERS else [], overlap=False, **cut)
