@@ -49,6 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "states only": ("mamba2", {}),
 }
 WITH_ADAPTERS = {"qwen3", "mistral"}
+CORES = os.sched_getaffinity(0)
 SEEING = {"pictures": "qwen3_vl", "pictures, both ways": "gemma3", "pictures, recurrent": "qwen3_5"}
 Picture = tuple[list[int], PreparedImage]
 """Ids of a picture in a prompt, and the picture."""
@@ -185,9 +186,13 @@ def run_alone(engine: Engine, request: AddRequest) -> tuple[Any, ...]:
     return seen_by_client(outputs)
 
 
-def end_ranks(engine: Engine) -> None:
+def end_processes(engine: Engine) -> None:
+    """End the other ranks, or the prefill engine. Engines of a pair run on cores of their own."""
     if isinstance(engine.executor, MultiprocExecutor):
         engine.executor.close()
+    if (intake := engine.scheduler.kv_cache.intake) is not None:
+        intake.link.close()
+        os.sched_setaffinity(0, CORES)
 
 
 class Disturber:
@@ -206,12 +211,14 @@ class Disturber:
 
     def close(self) -> None:
         self.engine.close()
-        end_ranks(self.engine)
+        end_processes(self.engine)
 
     def _load(self) -> Engine:
         engine = learned(load(self._model, dtype="float32", **self._options))
         if engine.scheduler.drafting._rows and not self._options["overlap"]:  # whatever this machine can
             engine.scheduler.drafting._rows = 64
+        if (intake := engine.scheduler.kv_cache.intake) is not None:
+            intake._least_tokens = 8  # short prompts are handed over too
         sampler = getattr(runner_of(engine), "_sampler", None)
         if isinstance(sampler, Sampler):
             sampler.sample = partial(self._sample_with_noise, sampler.sample)
@@ -271,7 +278,7 @@ class Disturber:
         open_ids = list(self.engine.scheduler._requests)
         if self._rng.random() < 0.5:
             self.engine.close()
-        end_ranks(self.engine)
+        end_processes(self.engine)
         self.engine = self._load()
         for name in open_ids:
             ids = [token for output in self.outputs[name] for token in output.token_ids]
@@ -285,10 +292,10 @@ def check_seed(
     adapters: list[Path],
     alone: dict[int, Engine],
     pictures: list[Picture],
-    ranks: dict[str, Any],
+    fixed: dict[str, Any],
 ) -> None:
     rng = random.Random(seed)
-    options = engine_options(rng) | ranks
+    options = engine_options(rng) | fixed
     if pictures:
         options |= {"batching": "continuous", "chunked_prefill": True}
     # Beside a device's runner, adapters need its kernels.
@@ -321,16 +328,19 @@ def compare(
     model: Path,
     adapters: list[Path] | None = None,
     pictures: list[Picture] | None = None,
-    **ranks: Any,
+    ranks: dict[str, Any] | None = None,
+    pair: dict[str, Any] | None = None,
 ) -> None:
+    """`ranks`: options of all engines. `pair`: those of the engine that is not alone."""
+    ranks = ranks or {}
     plain = {"dtype": "float32", "speculate": "off", "prefix_cache": False, "context": CONTEXT, **ranks}
     alone = {size: learned(load(model, block_size=size, **plain)) for size in (4, 16)}
     try:
         for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
-            check_seed(seed, model, adapters or [], alone, pictures or [], ranks)
+            check_seed(seed, model, adapters or [], alone, pictures or [], ranks | (pair or {}))
     finally:
         for engine in alone.values():
-            end_ranks(engine)
+            end_processes(engine)
 
 
 def write_adapters(folder: Path) -> list[Path]:
@@ -363,4 +373,15 @@ def test_a_request_with_pictures_is_answered_as_if_alone(kind, tmp_path):
 def test_a_request_is_answered_by_ranks_as_if_alone(kind, cut, tmp_path):
     arch, config = MODELS[kind]
     model = make_tiny_model(tmp_path / "model", arch=arch, tokenizer=False, **config)
-    compare(model, write_adapters(tmp_path) if arch in WITH_ADAPTERS else [], overlap=False, **cut)
+    compare(model, write_adapters(tmp_path) if arch in WITH_ADAPTERS else [], ranks={"overlap": False, **cut})
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["window of a block", "recurrent, window"])
+def test_a_request_is_answered_by_a_pair_as_if_alone(kind, tmp_path):
+    arch, config = MODELS[kind]
+    model = make_tiny_model(tmp_path / "model", arch=arch, tokenizer=False, **config)
+    pair = {"disaggregate": (1, 1), "threads": None, "overlap": False, "prefix_cache": True}
+    pair |= {"batching": "continuous", "chunked_prefill": True}
+    compare(model, write_adapters(tmp_path) if arch in WITH_ADAPTERS else [], pair=pair)
