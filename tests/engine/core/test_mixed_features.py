@@ -21,7 +21,7 @@ from llmbox.engine.executor.multiproc import MultiprocExecutor
 from llmbox.engine.ipc.messages import AddRequest, PreparedImage, RequestOutput
 from llmbox.engine.kv_store import usage
 from llmbox.engine.sampling import Sampler
-from llmbox.engine.sampling_params import ThinkingParams
+from llmbox.engine.sampling_params import SamplingParams, ThinkingParams
 from support.adapters import plain_tensors, write_adapter
 from support.families import FAMILIES
 from support.grammars import BREAK, CHOICE, EOS, JSON, REGEX, THINK, THOUGHT, learned
@@ -94,6 +94,8 @@ class Requests:
         room = CONTEXT - len(prompt)
         most = room if rng.random() < 0.1 else rng.choice([1, 2, 15, 16, 17, 33, 48])
         params = replace(params, max_tokens=min(most, room))
+        if rng.random() < 0.1:
+            params = SamplingParams(max_tokens=0, pooling=rng.choice(["last", "mean", "cls"]))
         adapter = str(rng.choice(self._adapters)) if self._adapters and rng.random() < 0.3 else ""
         group = []
         for choice in range(rng.choice([1, 1, 1, 2, 4])):
@@ -175,6 +177,7 @@ def seen_by_client(outputs: list[RequestOutput]) -> tuple[Any, ...]:
         outputs[-1].stop_token_id,
         outputs[-1].error_code,
         outputs[-1].error_message,
+        outputs[-1].vector,
     )
 
 
