@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from ..errors import InvalidRequest
+from ..ipc.channel import MAX_FRAME
 from ..ipc.messages import AddRequest, ModelInfo, PrefixMissReason, PreparedImage, TokenLogprobs
 from ..sampling_params import SamplingParams
 from .constraints.output_constraint import OutputConstraint
@@ -262,6 +263,10 @@ _INTEGERS: Final = range(-(2**31), 2**31)
 vocabulary and are then ignored."""
 _SEEDS: Final = range(-(2**63), 2**64)
 _POOLINGS: Final = ("last", "mean", "cls")
+_STEP_BYTES: Final = 1 << 20
+"""Room in a message for what a step tells beside the log-probabilities of a prompt."""
+_LOGPROB_BYTES: Final = (64, 16)
+"""Most bytes of a message for each token of a prompt with log-probabilities, and for each alternative."""
 
 
 def check_request(message: AddRequest, info: ModelInfo) -> None:
@@ -283,6 +288,7 @@ def _problems(message: AddRequest, info: ModelInfo) -> Iterator[str]:
     yield from _counts(params)
     yield from _ranges(params)
     yield from _ids(params)
+    yield from _prompt_logprobs(message, info)
     if params.pooling is not None:
         yield from _pooling(message, info)
     elif not info.generates:
@@ -330,6 +336,18 @@ def _ids(params: SamplingParams) -> Iterator[str]:
     for name, ids in listed:
         if any(id_ not in _INTEGERS for id_ in ids):
             yield f"{name} holds a number that is no token id"
+
+
+def _prompt_logprobs(message: AddRequest, info: ModelInfo) -> Iterator[str]:
+    if (wanted := message.params.prompt_logprobs) is None:
+        return
+    own, alternative = _LOGPROB_BYTES
+    most = (MAX_FRAME - _STEP_BYTES) // (own + alternative * min(wanted, info.vocab_size))
+    if (tokens := len(message.prompt_ids)) > most:
+        yield (
+            f"prompt_logprobs with {wanted} alternatives have room for a prompt of {most} tokens, this one "
+            f"has {tokens}: ask for fewer alternatives or a shorter prompt"
+        )
 
 
 def _pooling(message: AddRequest, info: ModelInfo) -> Iterator[str]:

@@ -32,7 +32,7 @@ from ..errors import EngineError
 from ..hardware.gpus import name_gpus
 from ..hardware.machine import read_machine
 from ..hardware.proc import bind_to_parent, exit_process, fork_sibling, log_to_stderr, num_threads
-from ..ipc.channel import Channel, DaemonGone
+from ..ipc.channel import Channel, DaemonGone, FrameTooLarge
 from ..ipc.handover_messages import Prefill, TakenSlots
 from ..ipc.messages import (
     AbortRequest,
@@ -172,10 +172,22 @@ def serve(engine: "Engine", channel: Channel) -> None:
             preparing = True
             news = (step.stats.steps, step.stats.running, step.stats.waiting)
             if outputs or step.outputs or step.times or news != reported:  # else it waited for a disk
-                channel.send(StepOutputs(outputs=outputs + step.outputs, stats=step.stats, times=step.times))
+                send(channel, StepOutputs(outputs=outputs + step.outputs, stats=step.stats, times=step.times))
                 reported = news
         elif outputs:
             channel.send(StepOutputs(outputs=outputs, stats=engine.stats(), times=engine.take_times()))
+
+
+def send(channel: Channel, step: StepOutputs) -> None:
+    """Send the outputs of a step: in one message, or one each where log-probabilities of several prompts make
+    it too large. One alone has room (`check_request`).
+    """
+    try:
+        channel.send(step)
+    except FrameTooLarge:
+        channel.send(replace(step, outputs=[]))
+        for output in step.outputs:
+            channel.send(replace(step, outputs=[output], times={}))
 
 
 class Inbox:

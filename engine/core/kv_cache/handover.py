@@ -290,7 +290,8 @@ class _Outgoing:
     end: int
     """Number of its full blocks."""
     queue: deque[tuple[BlockKind, bytes, int | None]] = field(default_factory=deque)
-    """Blocks to hand over, held in their pool. A state is found by its hash once its turn has come."""
+    """Blocks to hand over. Those of all tokens are held in their pool. Windows and states, whose pools have
+    room for running requests only, are found by their hashes once their turn has come."""
     is_computed: bool = False
     cached_tokens: int = 0
 
@@ -320,21 +321,18 @@ class HandoverOutlet:
         end = min(request.num_computed // size, out.end)
         extend_hashes(request, size, end)
         for index in range(out.next_block, end):
-            self._hold(out, "kv", request.block_hashes[index], request.block_table[index])
+            block = request.block_table[index]
+            self._blocks.pool("kv").touch([block])
+            out.queue.append(("kv", request.block_hashes[index], block))
         out.next_block = max(out.next_block, end)
         if end < out.end:
             return
         out.is_computed = True
         if kv_cache.windows is not None:
-            for block_hash in request.block_hashes[kv_cache.windows.first_needed(end * size) : end]:
-                if (block := self._blocks.index("window", block_hash)) is not None:
-                    self._hold(out, "window", block_hash, block)
+            first = kv_cache.windows.first_needed(end * size)
+            out.queue += (("window", each, None) for each in request.block_hashes[first:end])
         if kv_cache.states is not None and end:
             out.queue.append(("state", request.block_hashes[end - 1], None))
-
-    def _hold(self, out: _Outgoing, kind: BlockKind, block_hash: bytes, block: int) -> None:
-        self._blocks.pool(kind).touch([block])
-        out.queue.append((kind, block_hash, block))
 
     def pump(self) -> None:
         """Copy blocks into free slots, and say which."""

@@ -38,6 +38,9 @@ class WindowManager:
         """`window`: tokens that a row may read, itself included."""
         self.pool = pool
         self._window = window
+        self.end_loads: Callable[[], None] = lambda: None
+        """Wait for the blocks that are on their way into the pool, which has room for those of requests only.
+        `KVTiers` sets it."""
 
     def first_needed(self, position: int) -> int:
         """Return the index of the first block that a token at `position` may read."""
@@ -65,6 +68,8 @@ class WindowManager:
     def cover(self, request: Request, end: int) -> None:
         """Allocate the blocks of tokens up to `end`."""
         missing = self.pool.blocks_for(end) - len(request.window_table)
+        if missing > self.pool.num_available:
+            self.end_loads()
         if missing > 0:
             request.window_table += self.pool.allocate(missing)
 

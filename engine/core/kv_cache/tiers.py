@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Final
 
@@ -237,6 +238,8 @@ class KVTiers:
         self.disk = None if store is None else DiskBlocks(store)
         self.writes = None if self.disk is None else WriteBehind(blocks, self.disk, clock)
         self.reads = ReadAhead(blocks, self.disk, host, clock)
+        if kv_cache.windows is not None:
+            kv_cache.windows.end_loads = partial(self.reads.finish_copies, wait=True)
         if host is not None:
             kv_cache.pool.set_eviction_callback(host.evicts("kv"))
             if kv_cache.windows is not None:

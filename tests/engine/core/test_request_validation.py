@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from llmbox.engine.core.request import check_request
 from llmbox.engine.errors import InvalidRequest
 from llmbox.engine.ipc.channel import FrameReader, encode
-from llmbox.engine.ipc.messages import AddRequest, ToEngine, Vocabulary
+from llmbox.engine.ipc.messages import (
+    AddRequest,
+    RequestOutput,
+    StepOutputs,
+    ToEngine,
+    TokenLogprobs,
+    Vocabulary,
+)
 from llmbox.engine.sampling_params import SamplingParams, ThinkingParams
 from support.lanes import examples
 from support.real_engines import ask, load, run
@@ -149,6 +156,23 @@ def test_what_is_wrong_is_named(engine, case):
     output = engine.add(message)
     assert (output.finish_reason, output.error_code) == ("error", "invalid_request")
     assert not engine.has_work
+
+
+def test_log_probabilities_of_the_longest_prompt_fit_into_one_message(engine):
+    def asked(tokens, alternatives):
+        return replace(ask("a", [5], 1, prompt_logprobs=alternatives), prompt_ids=[5] * tokens)
+
+    info = replace(engine.info, vocab_size=1 << 31)
+    with pytest.raises(InvalidRequest, match=r"have room for a prompt of \d+ tokens") as error:
+        check_request(asked(200_000, 20), info)
+    most = int(str(error.value).split("prompt of ")[1].split()[0])
+    assert most > 131_072
+    check_request(asked(most, 20), info)
+    with pytest.raises(InvalidRequest):
+        check_request(asked(most + 1, 20), info)
+    entry = TokenLogprobs(token_id=2**31 - 1, logprob=-0.1, rank=2**31 - 1, top=[(2**31 - 1, -0.1)] * 20)
+    output = RequestOutput(request_id="a" * 99, token_ids=[5], prompt_logprobs=[None] + [entry] * (most - 1))
+    encode(StepOutputs(outputs=[output], stats=engine.stats()))
 
 
 def test_a_grammar_before_the_vocabulary_is_an_error(tmp_path):

@@ -5,11 +5,13 @@ import select
 import socket
 import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.executor import build as loader
+from llmbox.engine.ipc import channel as channel_module
 from llmbox.engine.ipc import messages as m
 from llmbox.engine.ipc.channel import Channel, DaemonGone, FrameReader, encode
 from llmbox.engine.process import engine_main as process
@@ -97,6 +99,25 @@ def test_a_burst_is_read_between_two_steps_and_answers_share_one_message(ends):
     assert len(steps) == 2
     ends_of = {o.request_id: (o.finish_reason, o.error_code) for s in steps for o in s.outputs}
     assert ends_of == {"r1": ("length", None), "r2": ("abort", None), "r50": ("error", "does_not_fit")}
+
+
+def test_outputs_that_are_too_large_for_one_message_are_sent_one_by_one(ends, monkeypatch):
+    daemon, engine_end = ends
+    monkeypatch.setattr(channel_module, "encode", partial(encode, max_frame=9000))
+    entry = m.TokenLogprobs(token_id=5, logprob=-0.5, rank=1, top=[(5, -0.5)])
+    outputs = [
+        m.RequestOutput(request_id=name, token_ids=[7], prompt_logprobs=[None, *[entry] * 90])
+        for name in ("a", "b", "c")
+    ]
+    process.send(Channel(engine_end), m.StepOutputs(outputs=outputs, stats=m.EngineStats(steps=3)))
+    engine_end.close()
+    reader: FrameReader[m.ToDaemon] = FrameReader(m.ToDaemon)
+    received: list[m.ToDaemon] = []
+    while data := daemon.recv(1 << 20):
+        received += reader.feed(data)
+    reader.finish()
+    assert [output for step in received for output in step.outputs] == outputs
+    assert {step.stats.steps for step in received} == {3}
 
 
 def test_requests_get_the_pixels_that_were_sent_before_them(ends):

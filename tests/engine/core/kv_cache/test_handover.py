@@ -238,6 +238,20 @@ def test_a_full_segment_holds_the_prefill_engine_back():
     check(pair, requests)
 
 
+def test_blocks_that_wait_for_a_full_segment_leave_windows_their_pool():
+    """The pool of sliding windows has room for the requests that run, not for those that have ended."""
+    sizes = {"max_running": 2, "token_budget": 8}
+    pair = Pair(slots=2, prefill=sizes, window=9, window_blocks=pool_blocks(9, 4, 2, 8), **sizes)
+    requests = [make_request(f"r{n}", 26, max_tokens=4, seed=n) for n in range(14)]
+    for request in requests:
+        pair.decode.add(request)
+    while pair.prefill.engine.has_work:  # the decode engine takes nothing meanwhile
+        pair.messages.append(pair.prefill.engine.step())
+        pair.prefill.scheduler.check()
+    pair.run()
+    check(pair, requests)
+
+
 def test_choices_share_what_was_handed_over():
     pair = Pair()
     requests = [

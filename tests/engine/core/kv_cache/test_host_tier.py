@@ -130,6 +130,35 @@ def kept_bytes(engine):
     return sum(len(blocks) * engine.memory.sizes[kind] for kind, blocks in engine.host._blocks.items())
 
 
+def test_windows_that_are_being_read_leave_requests_their_pool():
+    """The pool of sliding windows has room for the requests that run, not for those that wait."""
+    pool = pool_blocks(9, 4, 2, 8)
+    sizes = {"window": 9, "window_blocks": pool, "max_running": 2, "token_budget": 8}
+    engine = TieredEngine(None, host=400, num_blocks=60, **sizes)
+    prompts = {f"p{n}": make_request(f"p{n}", 17, max_tokens=1) for n in range(30)}
+    for request in prompts.values():
+        engine.add(request)
+    engine.run()
+    for n in range(4):
+        engine.add(make_request(f"other{n}", 120, max_tokens=1))
+    engine.run()  # all else is on the host
+    engine.memory.polls = 40
+    for n in range(2):
+        engine.add(make_request(f"running{n}", 12, max_tokens=40))
+    for _ in range(6):
+        engine.step()
+    least = pool
+    windows = engine.scheduler.kv_cache.windows
+    for name, request in prompts.items():
+        engine.add(make_request(f"{name} again", request.prompt_ids, max_tokens=4))
+    while engine.engine.has_work:
+        engine.step()
+        engine.scheduler.check()
+        least = min(least, windows.pool.num_available)
+    assert least < 2
+    assert engine.tiers.stats()["host_loaded_bytes"] > 0
+
+
 def test_where_nothing_more_can_be_pinned_the_tier_stays_as_it_is(monkeypatch):
     engine = TieredEngine(None, num_blocks=12, host=20)
     block = engine.memory.sizes["kv"]
