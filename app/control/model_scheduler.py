@@ -341,7 +341,8 @@ class ModelScheduler:
         still end behind this call.
         """
         model = self._engines.find(name)
-        if model is None:
+        if model is None:  # it expired meanwhile, and may still hold its memory
+            await self._engines.finish_unloads()
             return []
         info = model.supervisor.info
         freed = 0 if info is None else sum(bytes_by_memory(info).values())

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +55,8 @@ class House:
         """Main memory that is available beside all models in it."""
         self.budgets: tuple[int, ...] = (40_000,)
         self.device: Place = "cpu"
+        self.meanwhile: Callable[[], object] = lambda: None
+        """Called in a thread, while a model's memory is estimated."""
         self.registry = Registry(folder / "models.json")
         self.events = Events()
         self.engines = EngineManager(load_model_text, SupervisorOptions(launch=fake_launch()))
@@ -84,6 +86,7 @@ class House:
     def sizes(
         self, config: EngineConfig, _machine: Machine, budgets: tuple[int, ...], ours: Mapping[int, int]
     ) -> MemoryNeed | None:
+        self.meanwhile()
         need = self.need.get(config.name, SIZE)
         if need > 10**6:
             raise DoesNotFit(f"needs {need} and has {budgets}")
@@ -189,8 +192,9 @@ async def test_a_load_waits_for_the_end_of_another_engine_only_for_its_memory(tm
         assert house.names == ["a"]
 
 
+@pytest.mark.parametrize("begins", ["before", "while memory is estimated"])
 async def test_an_unload_that_takes_its_time_holds_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: str
 ):
     async with opened(tmp_path) as house:
         house.budgets = (SIZE,)
@@ -217,9 +221,19 @@ async def test_an_unload_that_takes_its_time_holds_its_memory(
         model.supervisor.stop = stop_slowly  # type: ignore[method-assign, assignment]
         monkeypatch.setattr(house.engines, "finish_unloads", finish_unloads)
         monkeypatch.setattr(model_scheduler, "choose_placement", place)
-        unloading = asyncio.create_task(house.engines.unload("a"))
-        await begun.wait()
-        await asyncio.gather(unloading, house.ask("b"))
+        if begins == "before":
+            unloading = asyncio.create_task(house.engines.unload("a"))
+            await begun.wait()
+            await asyncio.gather(unloading, house.ask("b"))
+        else:
+            loop = asyncio.get_running_loop()
+
+            async def begin() -> None:
+                house.engines.begin_unload(model)
+                await begun.wait()
+
+            house.meanwhile = lambda: asyncio.run_coroutine_threadsafe(begin(), loop).result()
+            await house.ask("b")
         assert placed_beside == [None], "its process still had its memory"
         assert house.names == ["b"]
 
