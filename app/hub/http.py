@@ -131,9 +131,10 @@ class HubHttpClient:
     def read(self, url: str, what: str, limit: int, *, start: int = 0, end: int | None = None) -> bytes:
         """Read a small file or a piece of one. More than `limit` bytes are an error."""
         with self.get(url, what, start=start, end=end) as answer:
-            wanted = limit + 1 if end is None else end - start
+            last = end if end is None or answer.total is None else min(end, answer.total)
+            wanted = limit + 1 if last is None else last - start
             skip = start - answer.start
-            if skip < 0:
+            if skip < 0 or wanted <= 0:
                 raise errors.HubError("hub_error", f"{what} is not as expected", "another range arrived")
             data = answer.body.read(skip + wanted)[skip:]
         if end is not None and len(data) < wanted:

@@ -16,8 +16,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from ..errors import InvalidRequest
-from ..ipc.channel import MAX_FRAME
-from ..ipc.messages import AddRequest, ModelInfo, PrefixMissReason, PreparedImage, TokenLogprobs
+from ..ipc.messages import (
+    MAX_FRAME,
+    AddRequest,
+    ModelInfo,
+    PrefixMissReason,
+    PreparedImage,
+    TokenLogprobs,
+)
 from ..sampling_params import SamplingParams
 from .constraints.output_constraint import OutputConstraint
 from .speculation.draft_choice import RequestDrafts

@@ -24,14 +24,11 @@ import msgspec
 
 from . import messages
 from .handover_messages import HandedBlocks, Prefill, TakenSlots
-from .messages import ToDaemon, ToEngine
+from .messages import MAX_FRAME, ToDaemon, ToEngine
 from .profile_messages import AskProfile, AskRows, BlockMap, StepProfile, WeightRows
 
 Message = ToEngine | ToDaemon
 M = TypeVar("M")
-
-# Room for prompt logprobs (20 alternatives) of a 128k prompt; an AddRequest of a million tokens is 5 MB.
-MAX_FRAME: Final = 64 << 20
 
 _HEADER: Final = struct.Struct("<II")
 _TAGS: Final[dict[type, int]] = {

@@ -387,10 +387,11 @@ def make_vision_model(directory: Path, kind: str, **changes: Any) -> Any:
     """Write a checkpoint and return the model of transformers in float32."""
     import transformers
 
-    name, values, processor = deepcopy(MODELS[kind])  # configs of transformers change what they are given
+    name, values, processor = MODELS[kind]
     model_class = getattr(transformers, name)
     torch.manual_seed(11)
-    model = model_class(model_class.config_class(**values | changes)).eval()
+    values = deepcopy(values | changes)  # configs of transformers change what they are given
+    model = model_class(model_class.config_class(**values)).eval()
     with torch.no_grad():
         for each, parameter in model.named_parameters():
             scale = 0.3 if parameter.dim() == 1 or "embed" in each else 1.5 * parameter[0].numel() ** -0.5

@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -67,20 +67,32 @@ def test_the_hub_and_the_disk_tell_the_same(hub: StubHub, tmp_path: Path, shards
     assert local.missing_bytes == 0
 
 
+class SparseFile(bytes):
+    """A file of `size` zeros behind its header, which take no memory."""
+
+    size: int
+
+    def __new__(cls, header: bytes, size: int) -> Self:
+        file = super().__new__(cls, header)
+        file.size = size
+        return file
+
+    def __len__(self) -> int:
+        return super().__len__() + self.size
+
+    def __getitem__(self, piece: Any) -> Any:
+        return super().__getitem__(piece).ljust(piece.stop - piece.start, b"\0")
+
+
 def test_only_headers_are_read(hub: StubHub):
     """A model of 16 GB that exists only as its header, which is longer than the first piece."""
     config = {**CONFIG, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
               "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256,
               "tie_word_embeddings": False, "max_position_embeddings": 8192}  # fmt: skip
     header, size = safetensors_header(tensors_of(config), pad=70_000)
-
-    class Sparse(bytes):
-        def __len__(self) -> int:
-            return len(header) + size
-
     hub.repos[NAME].files = {
         "config.json": json.dumps(config).encode(),
-        "model.safetensors": Sparse(header),
+        "model.safetensors": SparseFile(header, size),
     }
     found = facts(hub)
     assert found.stored_params == found.config.num_parameters == 8_030_261_248
@@ -148,13 +160,8 @@ BIG = {**CONFIG, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_la
 
 
 def big(hub: StubHub):
-    header, size = safetensors_header(tensors_of(BIG))
-
-    class Sparse(bytes):
-        def __len__(self) -> int:
-            return len(header) + size
-
-    hub.repos[NAME].files = {"config.json": json.dumps(BIG).encode(), "model.safetensors": Sparse(header)}
+    weights = SparseFile(*safetensors_header(tensors_of(BIG)))
+    hub.repos[NAME].files = {"config.json": json.dumps(BIG).encode(), "model.safetensors": weights}
     return facts(hub)
 
 
