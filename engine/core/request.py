@@ -16,14 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from ..errors import InvalidRequest
-from ..ipc.messages import (
-    MAX_FRAME,
-    AddRequest,
-    ModelInfo,
-    PrefixMissReason,
-    PreparedImage,
-    TokenLogprobs,
-)
+from ..ipc import MAX_FRAME
+from ..ipc.messages import AddRequest, ModelInfo, PrefixMissReason, PreparedImage, TokenLogprobs
 from ..sampling_params import SamplingParams
 from .constraints.output_constraint import OutputConstraint
 from .speculation.draft_choice import RequestDrafts

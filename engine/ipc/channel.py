@@ -22,9 +22,9 @@ from typing import Any, Final, Generic, TypeVar, get_args
 
 import msgspec
 
-from . import messages
+from . import MAX_FRAME, messages
 from .handover_messages import HandedBlocks, Prefill, TakenSlots
-from .messages import MAX_FRAME, ToDaemon, ToEngine
+from .messages import ToDaemon, ToEngine
 from .profile_messages import AskProfile, AskRows, BlockMap, StepProfile, WeightRows
 
 Message = ToEngine | ToDaemon

@@ -5,17 +5,13 @@ A request message has everything needed to resume after an engine died: see `Add
 """
 
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Literal
 
 from ..config import EngineConfig
 from ..sampling_params import Pooling, SamplingParams
 from .handover_messages import HandedBlocks, Prefill, TakenSlots
 from .profile_messages import AskProfile, AskRows, EngineAnswer
 from .sequence_times import SequenceTimes, StepWork
-
-# Room for prompt logprobs (20 alternatives) of a 128k prompt; an AddRequest of a million tokens is 5 MB.
-MAX_FRAME: Final = 64 << 20
-"""Bytes of the longest message."""
 
 PrefixMissReason = Literal[
     "off",
