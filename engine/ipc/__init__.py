@@ -3,6 +3,6 @@
 from typing import Final
 
 MAX_FRAME: Final = 64 << 20
-"""Bytes of the longest message: room for the log-probabilities (20 alternatives) of a prompt of 128k tokens. A
+"""Bytes of the longest message: room for log-probabilities (20 alternatives) of a prompt of 128k tokens. A
 request of a million tokens is 5 MB.
 """
