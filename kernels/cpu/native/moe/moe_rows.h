@@ -16,25 +16,26 @@ public:
     using Shape = Linear;
     static constexpr int ALIGN = 1;
 
-    static size_t bytes(int rows, const Linear& linear) { return rows * width(linear) * sizeof(RowNumber); }
+    static size_t bytes(int rows, const Linear& linear) {
+        return static_cast<size_t>(rows) * linear.words * E::PACK * sizeof(RowNumber);
+    }
     WordCopies(uint8_t* memory, int, const Linear& linear)
-        : rows_{reinterpret_cast<RowNumber*>(memory), width(linear)}, words_(linear.words) {}
+        : data_(reinterpret_cast<RowNumber*>(memory)), words_(linear.words) {}
 
     static int parts(const Linear&) { return 1; }
     static int part_size(const Linear& linear) { return linear.inputs; }
     void fill_part(int row, int, const In* from, int inputs) const { fill(row, from, inputs); }
-    void fill(int row, const In* from, int inputs) const {
-        pad_row(from, inputs, const_cast<RowNumber*>(rows_.from(row, 0).data), rows_.stride);
-    }
+    void fill(int row, const In* from, int inputs) const { pad_row(from, inputs, data_ + width() * row, width()); }
     void multiply(const Linear& linear, int panel, int row, int rows, float* tile, Member&) const {
-        multiply_panel<E>(linear.panel(panel), words_, rows_.from(row, 0), rows, tile);
+        const WordRows<E> x{data_, width()};
+        multiply_panel<E>(linear.panel(panel), words_, x.from(row, 0), rows, tile);
     }
 
 private:
     using RowNumber = typename E::RowNumber;
-    static size_t width(const Linear& linear) { return static_cast<size_t>(linear.words) * E::PACK; }
+    size_t width() const { return static_cast<size_t>(words_) * E::PACK; }
 
-    WordRows<E> rows_;
+    RowNumber* data_;
     int words_;
 };
 
