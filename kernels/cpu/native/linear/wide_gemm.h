@@ -95,7 +95,7 @@ template <class W> INLINE void widen_groups(const uint8_t* group, int groups, fl
 
 // float32 weights whose sums are rounded alike on all CPUs.
 struct FusedF32 : F32 {
-    static INLINE void dot(Floats& sum, Columns columns, Row row) { sum = multiply_add(columns, row, sum); }
+    static INLINE void dot(Floats& sum, Floats columns, Floats row) { sum = multiply_add(columns, row, sum); }
 };
 
 constexpr int MOST_WIDENED = 256;  // inputs

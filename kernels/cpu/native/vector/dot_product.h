@@ -1,10 +1,9 @@
 // Words: 32 bits of neighbors along the summed dimension.
 //
 // A word is one float, two bf16 or four bytes. Matrix products and attention broadcast one word of a row against
-// a vector of words, one for each output column, so one loop serves all types. `Columns` and `Row` are those two,
-// unpacked as far as the instruction set needs it. Linears multiply a word in PARTS, one for
-// all outputs before the next, so that sums and operands fit into registers; their rows hold `RowNumber`s, what a part
-// broadcasts without more to do.
+// a vector of words, one for each output column, so one loop serves all types. `columns` and `row` give those
+// two. Words are multiplied in PARTS, one for all outputs before the next, so that sums and operands fit into registers.
+// Rows hold `RowNumber`s, which are broadcast without more to do.
 #pragma once
 
 #include <algorithm>
@@ -45,14 +44,10 @@ struct F32 {
     using RowNumber = float;
     static constexpr int PACK = 1;
     static constexpr int STEP = 1;  // words that a packed linear comes in
-    using Columns = Floats;
-    using Row = Floats;
-    static INLINE Columns columns(const void* from) { return load_as<Floats>(from); }
-    static INLINE Row row(uint32_t word) { return splat(as_float(word)); }
     static constexpr int PARTS = 1;
-    static INLINE Columns columns(const void* from, int) { return columns(from); }
-    static INLINE Row row(const RowNumber* from, int) { return splat(*from); }
-    static INLINE void dot(Floats& sum, Columns columns, Row row) { sum = multiply_add_loosely(columns, row, sum); }
+    static INLINE Floats columns(const void* from, int) { return load_as<Floats>(from); }
+    static INLINE Floats row(const RowNumber* from, int) { return splat(*from); }
+    static INLINE void dot(Floats& sum, Floats columns, Floats row) { sum = multiply_add_loosely(columns, row, sum); }
 };
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -62,15 +57,11 @@ struct BF16 {
     using RowNumber = bf16;
     static constexpr int PACK = 2;
     static constexpr int STEP = LLMBOX_TILES ? TILE_WORDS : 1;
-    using Columns = Words;
-    using Row = Words;
-    static INLINE Columns columns(const void* from) { return load_as<Words>(from); }
-    static INLINE Row row(uint32_t word) { return splat(word); }
     static constexpr int PARTS = 1;
-    static INLINE Columns columns(const void* from, int) { return columns(from); }
-    static INLINE Row row(const RowNumber* from, int) { return splat(load_word(from)); }
+    static INLINE Words columns(const void* from, int) { return load_as<Words>(from); }
+    static INLINE Words row(const RowNumber* from, int) { return splat(load_word(from)); }
     // g++ 12 moves the accumulators of the intrinsic through memory; an asm keeps them in registers.
-    static INLINE void dot(Floats& sum, Columns columns, Row row) {
+    static INLINE void dot(Floats& sum, Words columns, Words row) {
         asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(columns), "v"(row));
     }
 };
@@ -82,29 +73,10 @@ struct BF16 {
     using RowNumber = float;
     static constexpr int PACK = 2;
     static constexpr int STEP = 1;
-    struct Pair {
-        Floats low, high;
-    };
-    using Columns = Pair;
-    using Row = Pair;
-    static INLINE Pair unpack(Words words) { return {(Floats)(words << 16), (Floats)(words & splat(0xffff0000u))}; }
-    static INLINE Columns columns(const void* from) { return unpack(load_as<Words>(from)); }
-    // Broadcast as it is loaded, which takes no instruction of vectors, and unpacked after. Unhidden, the compiler unpacks in
-    // registers of integers and broadcasts both from there.
-    static INLINE Row row(uint32_t word) {
-        Words both = splat(word);
-        hide(both);
-        return unpack(both);
-    }
-    static INLINE void dot(Floats& sum, Columns columns, Row row) {
-        sum = multiply_add_loosely(columns.low, row.low, sum);
-        sum = multiply_add_loosely(columns.high, row.high, sum);
-    }
-
-    static constexpr int PARTS = 2;  // low, high
+    static constexpr int PARTS = 2;  // even numbers, odd ones
     static INLINE Floats columns(const void* from, int part) {
-        const Pair pair = columns(from);
-        return part ? pair.high : pair.low;
+        const Words words = load_as<Words>(from);
+        return (Floats)(part ? words & splat(0xffff0000u) : words << 16);
     }
     static INLINE Floats row(const RowNumber* from, int part) { return splat(from[part]); }
     static INLINE void dot(Floats& sum, Floats columns, Floats row) { sum = multiply_add_loosely(columns, row, sum); }
