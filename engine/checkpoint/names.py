@@ -87,6 +87,8 @@ _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
         ".attn.attention.": ".attn.",
         **{f".attn.{part}_proj.": f".self_attn.{part}_proj." for part in "qkv"},
         ".attn.out_proj.": ".self_attn.o_proj.",
+        ".c_fc_0.": ".gate_proj.",
+        ".c_fc_1.": ".up_proj.",
         ".c_fc.": ".up_proj.",
         ".c_proj.": ".down_proj.",
         ".fc_in.": ".up_proj.",
@@ -101,6 +103,17 @@ _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
         ".attention.": ".self_attn.",
         ".gate.expert_bias": ".gate.e_score_correction_bias",
     },
+    "model.tok_embeddings.weight": {
+        "model.tok_embeddings.": "model.embed_tokens.",
+        "output.": "lm_head.",
+        ".attention.wqkv.": ".self_attn.qkv_proj.",
+        ".attention.wo.": ".self_attn.o_proj.",
+        ".attention_norm.": ".input_layernorm.",
+        ".ffn_norm.": ".post_attention_layernorm.",
+        ".feed_forward.w1.": ".mlp.gate_proj.",
+        ".feed_forward.w3.": ".mlp.up_proj.",
+        ".feed_forward.w2.": ".mlp.down_proj.",
+    },
     "model.decoder.embed_tokens.weight": {
         "model.decoder.final_layer_norm.": "model.norm.",
         "model.decoder.": "model.",
@@ -111,9 +124,12 @@ _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
         ".fc2.": ".mlp.down_proj.",
     },
 }
-"""The same for GPT-NeoX, Falcon, the GPT-2 family (`_GPT2`), Ling and OPT, by the name of their embedding."""
+"""The same for GPT-NeoX, Falcon, the GPT-2 family (`_GPT2`), Ling, InternLM 2 and OPT, by the name of their
+embedding."""
 _GPT2: Final = "transformer.", "wte.weight"
-"""Prefix that some checkpoints have, and the embedding of GPT-2, GPT-Neo, GPT-J and GPTBigCode."""
+"""Prefix that some checkpoints have, and the embedding of GPT-2, GPT-Neo, GPT-J, GPTBigCode and EXAONE 3."""
+_OPT: Final = "decoder.embed_tokens.weight"
+"""Embedding of an OPT as it was published, without `model.`."""
 _OF_OTHER_SPELLING = (
     *("backbone.embeddings.weight", "model.embeddings.weight", ".attention_layer_norm.weight"),
     ".moe.router.expert_bias",
@@ -139,6 +155,8 @@ def full_names(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     prefix, table = _GPT2
     if prefix + table in entries:
         entries = renamed(entries, lambda name: name.removeprefix(prefix))
+    if _OPT in entries:
+        entries = renamed(entries, lambda name: f"{_INSIDE}{name}" if name.startswith("decoder.") else name)
     for sign, parts in _SPELLED_BY.items():
         if sign in entries:
             return inputs_first(renamed(entries, partial(respelled, parts)))

@@ -1,5 +1,5 @@
 """DeepSeek V2 to V3.2 and families with its latent attention (MLA): GLM-4.7-Flash and GLM-5, Kimi K2, A.X K1,
-Mistral 4, MiniCPM 3 and Youtu-LLM.
+Mistral 4, MiniCPM 3 and Youtu-LLM. MiniCPM 1, 2 and 4 have the multipliers of MiniCPM 3 alone.
 """
 
 import math
@@ -135,15 +135,28 @@ def minicpm3_sizes(fields: Fields) -> dict[str, Any]:
     return {"v_head_dim": value, **deepseek_sizes(fields.replace(v_head_dim=value))}
 
 
-def minicpm3_scales(fields: Fields) -> Scales:
-    """Return multipliers of embeddings, of what layers add and of logits, beside that of attention."""
+def minicpm_scales(fields: Fields) -> Scales:
+    """Return multipliers of embeddings, of what layers add and of logits."""
     layers, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
     residual = fields.number("scale_depth", layers**0.5) / layers**0.5
     base = fields.integer("dim_model_base", hidden)
     if residual <= 0:
         raise fields.error(f"scale_depth {fields.raw['scale_depth']} must be larger than 0")
     embedding = fields.number("scale_emb", 1.0) / residual
-    return replace(deepseek_scales(fields), embedding=embedding, residual=residual, logits=base / hidden)
+    return Scales(embedding=embedding, residual=residual, logits=base / hidden)
+
+
+def minicpm3_scales(fields: Fields) -> Scales:
+    return replace(minicpm_scales(fields), attention=deepseek_scales(fields).attention)
+
+
+def refuse_other_minicpm(fields: Fields) -> None:
+    fields.refuse_others({"num_experts": 0}, "of a MiniCPM")
+    if fields.raw.get("sparse_config") is not None:
+        raise fields.error(
+            "sparse_config asks for sparse attention (InfLLM v2), which is not supported: take it out of "
+            "config.json, and the model attends to all tokens"
+        )
 
 
 DEEPSEEK_V3 = Architecture(
@@ -251,6 +264,14 @@ DEEPSEEKS: dict[str, Architecture] = {
     ),
     "Kimi_K25ForConditionalGeneration": _KIMI_K25,
     "KimiK25ForConditionalGeneration": _KIMI_K25,
+    "MiniCPMForCausalLM": Architecture(
+        model_type="minicpm",
+        defaults={"tie_word_embeddings": True, "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1},
+        attention_bias=True,
+        scales=minicpm_scales,
+        own_code="modeling_minicpm.MiniCPMForCausalLM",
+        refuse=refuse_other_minicpm,
+    ),
     "MiniCPM3ForCausalLM": Architecture(
         model_type="minicpm3",
         defaults={
