@@ -1,5 +1,6 @@
 """Names of tensors: those of a causal language model, for names that families give them in checkpoints."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -37,9 +38,15 @@ VISION = tuple(
             "merger",
             "connector",
         ),
-        *("audio_tower", "embed_audio", "sound_encoder", "sound_projection", "mlp1"),
+        *("audio_tower", "embed_audio", "sound_encoder", "sound_projection", "mlp1", "embed_tokens_extend"),
     )
 )
+_THINKER: Final = "thinker."
+"""Prefix of the part of a Qwen-Omni that makes text. Others make speech."""
+_BASE: Final = ".base_layer."
+"""Part of the names of linears for which a checkpoint has adapters too, as Phi-4-multimodal for images and
+speech. Texts do not pass these."""
+_ADAPTED: Final = re.compile(r"\.lora_[AB]\.")
 _INNER_TOWER = "vision_tower.vision_model."
 _LIGHTON: Final = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector."}
 """Parts of LightOnOCR, and those of Mistral 3."""
@@ -148,6 +155,12 @@ def full_names(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the tensors by their names in a causal language model. A checkpoint without a head omits the
     prefix `model.`, a vision-language checkpoint has longer prefixes.
     """
+    if any(name.startswith(_THINKER) for name in entries):
+        entries = {name: entry for name, entry in entries.items() if name.startswith(_THINKER)}
+        return full_names(renamed(entries, lambda name: name.removeprefix(_THINKER)))
+    if any(_BASE in name for name in entries):
+        entries = {name: entry for name, entry in entries.items() if not _ADAPTED.search(name)}
+        return full_names(renamed(entries, lambda name: name.replace(_BASE, ".")))
     if any(name.startswith((*_LANGUAGE, *VISION)) for name in entries):
         return language_part(entries)
     if any(name.endswith(_OF_OTHER_SPELLING) for name in entries):
@@ -215,7 +228,8 @@ def names_in_files(entries: Mapping[str, TensorEntry]) -> Callable[[str], str]:
     the parts of a quantized linear. Names stay where files have another order of rows and columns.
     """
     stays = any(
-        each.is_transposed or each.name.startswith((*_LANGUAGE, *VISION)) for each in entries.values()
+        each.is_transposed or each.name.startswith((*_LANGUAGE, *VISION, _THINKER)) or _BASE in each.name
+        for each in entries.values()
     )
 
     def name_in_files(name: str) -> str:

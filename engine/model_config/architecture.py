@@ -364,7 +364,6 @@ MISSING: dict[str, str] = {
     "MiniMaxM3VLForCausalLM": "attention to blocks of tokens that an indexer selects",
     "MistralLarge4ForCausalLM": "RoPE and queries scaled by learned numbers, and latents that layers share",
     "MptForCausalLM": _ALIBI,
-    "Phi4MultimodalForCausalLM": "adapters for images and speech inside the checkpoint",
     "Qwen4ExpForCausalLM": f"{_INDEXER}, and embeddings of n-grams",
     "RecurrentGemmaForCausalLM": "gated linear recurrences (RG-LRU)",
     "RwkvForCausalLM": "the time mixing of RWKV",

@@ -136,6 +136,16 @@ _MINISTRAL3 = Architecture(
     head_dim=128,
     windows=one_window,
 )
+_PHI3 = Architecture(
+    model_type="phi3",
+    defaults={"rms_norm_eps": 1e-5},
+    windows=one_window,
+    ropes=phi3_ropes,
+    has_stacked_projections=True,
+    has_stacked_mlp=True,
+    own_code="modeling_phi3.Phi3ForCausalLM",
+    refuse=refuse_options(lm_head_bias=False),
+)
 LANGUAGE_PARTS = {
     "Exaone4_5_ForConditionalGeneration": "exaone4",
     "LightOnOcrForConditionalGeneration": "qwen3",
@@ -266,16 +276,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         ropes=rope_of_some_layers,
     ),
     "GraniteForCausalLM": _GRANITE,
-    "Phi3ForCausalLM": Architecture(
-        model_type="phi3",
-        defaults={"rms_norm_eps": 1e-5},
-        windows=one_window,
-        ropes=phi3_ropes,
-        has_stacked_projections=True,
-        has_stacked_mlp=True,
-        own_code="modeling_phi3.Phi3ForCausalLM",
-        refuse=refuse_options(lm_head_bias=False),
-    ),
+    "Phi3ForCausalLM": _PHI3,
+    "Phi4MultimodalForCausalLM": replace(_PHI3, model_type="phi4_multimodal", own_code=""),
+    "Phi4MMForCausalLM": replace(_PHI3, model_type="phi4mm", own_code="modeling_phi4mm.Phi4MMForCausalLM"),
     "Glm4ForCausalLM": _GLM4,
     "GlmForCausalLM": replace(_GLM4, model_type="glm", block="pre_norm", names={}),
     "Ministral3ForCausalLM": _MINISTRAL3,

@@ -36,6 +36,7 @@ _TEXT_SIZES: Final[dict[str, tuple[int, ...]]] = {
     "mistral4": (131072, 4096, 12288, 36, 32, 32, 1048576),
     "muse_glimmer_text": (202048, 6656, 19968, 52, 32, 2, 131072),
     "qwen2": (151936, 4096, 22016, 32, 32, 32, 32768),
+    "qwen2_5_omni_text": (152064, 3584, 18944, 28, 28, 4, 32768),
     "qwen2_5_vl_text": (152064, 8192, 29568, 80, 64, 8, 32768),
     "qwen2_vl_text": (152064, 8192, 29568, 80, 64, 8, 32768),
     "qwen3": (151936, 4096, 22016, 32, 32, 32, 32768),
@@ -169,10 +170,13 @@ def raw_rope(fields: Fields) -> dict[str, Any]:
 
 
 def text_fields(fields: Fields) -> Fields:
-    """Return the `text_config`, or `llm_config`, of a vision-language model, with the keys that apply to the
-    whole model. Older files have all keys beside those of the tower. `tie_word_embeddings` of the whole model
-    counts more than that of its text part, as in transformers.
+    """Return the `text_config`, or `llm_config`, of a vision-language model, maybe within a `thinker_config`,
+    with the keys that apply to the whole model. Older files have all keys beside those of the tower.
+    `tie_word_embeddings` of the whole model counts more than that of its text part, as in transformers.
     """
+    if thinker := fields.mapping("thinker_config"):
+        whole = {key: fields.raw[key] for key in OF_THE_WHOLE if fields.raw.get(key) is not None}
+        fields = Fields({**whole, **thinker}, f"{fields.where}: thinker_config")
     text = fields.mapping("text_config") or fields.mapping("llm_config")
     if text is None and "hidden_size" in fields.raw:
         return fields

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,23 @@ from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.expected_tensors import check_weights
-from support.families import COMMON, make_family
+from llmbox.engine.quantize.quantize import quantize
+from llmbox.kernels.quant_formats import QUANTS
+from support.families import COMMON, MOE, make_family, randomize
 from support.real_engines import all_logits, ask, hf_model, hf_tokens, load, runner_of, tokens
+from support.tiny_models import make_tiny_model
 
 PROMPT = ask("a", [3, 200, 17, 5, *range(40, 70), 9, 300], 8)
 Weights = dict[str, Tensor]
+
+
+@torch.inference_mode()
+def compare(model: Path, theirs: Any) -> None:
+    """Compare logits of every position and greedy tokens."""
+    exact = theirs(torch.tensor([PROMPT.prompt_ids])).logits[0]
+    found = all_logits(runner_of(load(model)), PROMPT.prompt_ids)
+    torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-4)
+    assert tokens(load(model), [PROMPT])["a"] == hf_tokens(theirs, PROMPT.prompt_ids, 8)
 
 
 def rewrite(model: Path, changed: Callable[[Weights], Weights], config: Mapping[str, Any]) -> None:
@@ -114,7 +127,6 @@ LLAMAS: dict[str, tuple[dict[str, Any], Callable[[Weights], Weights], dict[str, 
 
 
 @pytest.mark.parametrize("name", LLAMAS)
-@torch.inference_mode()
 def test_a_llama_under_other_names(tmp_path: Path, name: str) -> None:
     """Code of these families is in their repositories: it computes what Llama does."""
     fields, changed, keys = LLAMAS[name]
@@ -122,8 +134,6 @@ def test_a_llama_under_other_names(tmp_path: Path, name: str) -> None:
     if name.endswith("-qkv"):  # a Llama has a bias there too
         rewrite(model, lambda ws: {n: 0 * x if n.endswith("o_proj.bias") else x for n, x in ws.items()}, {})
     theirs = hf_model(model)
-    exact = theirs(torch.tensor([PROMPT.prompt_ids])).logits[0]
-    expected = hf_tokens(theirs, PROMPT.prompt_ids, 8)
     module, kind = name.partition("-")[0].split(".")
     own = {"architectures": [kind], "model_type": module}
     own["auto_map"] = {"AutoModelForCausalLM": f"modeling_{module}.{kind}"}
@@ -131,30 +141,21 @@ def test_a_llama_under_other_names(tmp_path: Path, name: str) -> None:
     config = parse_config(model)
     check_weights(str(model), config, list_tensors(model))
     assert config.num_parameters == sum(prod(entry.shape) for entry in list_tensors(model).values())
-    torch.testing.assert_close(
-        all_logits(runner_of(load(model)), PROMPT.prompt_ids), exact, atol=1e-4, rtol=1e-4
-    )
-    assert tokens(load(model), [PROMPT])["a"] == expected
+    compare(model, theirs)
 
 
-@torch.inference_mode()
 def test_a_minicpm_is_a_granite_with_other_multipliers(tmp_path: Path) -> None:
     """MiniCPM divides by widths and depths where Granite has the numbers."""
     scales = {"embedding_multiplier": 6.0, "residual_multiplier": 1.4 / 2**0.5, "attention_multiplier": 0.25}
     model = make_family(tmp_path, "granite", **scales, logits_scaling=64 / 48, tie_word_embeddings=True)
     theirs = hf_model(model)
-    exact = theirs(torch.tensor([PROMPT.prompt_ids])).logits[0]
-    expected = hf_tokens(theirs, PROMPT.prompt_ids, 8)
     own = {"architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm"}
     own |= {"auto_map": {"AutoModelForCausalLM": "modeling_minicpm.MiniCPMForCausalLM"}}
     own |= {"scale_emb": 6, "scale_depth": 1.4, "dim_model_base": 48}
     own |= dict.fromkeys((*scales, "logits_scaling", "tie_word_embeddings"))
     rewrite(model, dict, own)
     check_weights(str(model), parse_config(model), list_tensors(model))
-    torch.testing.assert_close(
-        all_logits(runner_of(load(model)), PROMPT.prompt_ids), exact, atol=1e-4, rtol=1e-4
-    )
-    assert tokens(load(model), [PROMPT])["a"] == expected
+    compare(model, theirs)
     rewrite(model, dict, {"sparse_config": {"topk": 64}})
     with pytest.raises(ModelError, match="sparse_config asks for sparse attention"):
         parse_config(model)
@@ -200,3 +201,103 @@ def test_an_opt_as_it_was_published(tmp_path: Path) -> None:
     rewrite(model, lambda weights: respelled(weights, {"model.decoder": "decoder"}), {})
     check_weights(str(model), parse_config(model), list_tensors(model))
     assert tokens(load(model), [PROMPT]) == expected
+
+
+OMNI_TOWERS = {
+    "qwen2_5_omni": (
+        {"hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64}
+        | {"patch_size": 4, "fullatt_block_indexes": [0]},
+        {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+        | {"output_dim": 64},
+        {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default", "mrope_section": [2, 3, 3]}},
+    ),
+    "qwen3_omni_moe": (
+        {"hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64}
+        | {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": []},
+        {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+        | {"output_dim": 64, "downsample_hidden_size": 8},
+        MOE | {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default", "mrope_section": [2, 3, 3]}},
+    ),
+}
+"""Vision and audio towers, and fields of the text part."""
+OMNI = {
+    "qwen2_5_omni": ["Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel"],
+    "qwen3_omni_moe": ["Qwen3OmniMoeForConditionalGeneration"],
+}
+"""Classes in published files."""
+
+
+@pytest.mark.parametrize("arch", OMNI)
+def test_the_text_of_a_qwen_omni(tmp_path: Path, arch: str) -> None:
+    """The files of a whole model have its thinker below a prefix, beside the part that speaks."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    vision, audio, text = OMNI_TOWERS[arch]
+    config = AutoConfig.for_model(
+        f"{arch}_thinker",
+        text_config=COMMON | text,
+        vision_config=vision,
+        audio_config=audio,
+        tie_word_embeddings=False,
+    )
+    theirs = AutoModelForImageTextToText.from_config(config).eval()
+    randomize(theirs, 0)
+    theirs.save_pretrained(tmp_path)
+    alone, thinker = parse_config(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    compare(tmp_path, theirs)
+    whole = {"model_type": arch, "thinker_config": thinker, "talker_config": {}, "dtype": "float32"}
+    talker = {"talker.model.norm.weight": torch.ones(8), "code2wav.norm.weight": torch.ones(8)}
+    rewrite(
+        tmp_path,
+        lambda weights: (
+            {f"thinker.{name.removeprefix('thinker.')}": x for name, x in weights.items()} | talker
+        ),
+        whole | dict.fromkeys(thinker.keys() - whole.keys()),
+    )
+    for name in OMNI[arch]:
+        rewrite(tmp_path, dict, {"architectures": [name]})
+        found = parse_config(tmp_path)
+        assert replace(found, image_problem=alone.image_problem) == alone
+        assert "images" in found.image_problem or "tower" in found.image_problem
+        check_weights(str(tmp_path), found, list_tensors(tmp_path))
+    compare(tmp_path, theirs)
+    quantize(tmp_path, tmp_path / "int8", QUANTS["int8"], 1, lambda _done, _total: None)
+    assert tokens(load(tmp_path / "int8"), [PROMPT]) == tokens(load(tmp_path, quant="int8"), [PROMPT])
+
+
+PHI4 = {"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm"}
+PHI4 |= {"auto_map": {"AutoModelForCausalLM": "modeling_phi4mm.Phi4MMForCausalLM"}}
+
+
+def with_adapters(weights: Weights) -> Weights:
+    """Return a Phi-4 with adapters for images and speech, and a tower."""
+    found = {"model.embed_tokens_extend.image_embed.glb_GN": torch.ones(1, 1, 8)}
+    for name, tensor in weights.items():
+        module = name.removesuffix(".weight")
+        if not module.endswith("_proj"):
+            found[name] = tensor
+            continue
+        found[f"{module}.base_layer.weight"] = tensor
+        for kind in ("speech", "vision"):
+            found[f"{module}.lora_A.{kind}.weight"] = torch.ones(4, tensor.shape[1])
+            found[f"{module}.lora_B.{kind}.weight"] = torch.ones(tensor.shape[0], 4)
+    return found
+
+
+def test_the_text_of_a_phi_4_multimodal(tmp_path: Path) -> None:
+    """Texts pass a Phi-3: adapters are for images and speech."""
+    model = make_tiny_model(tmp_path / "model", arch="phi3", partial_rotary_factor=0.75)
+    theirs = hf_model(model)
+    rewrite(model, with_adapters, PHI4 | {"vision_lora": {"r": 4}, "img_processor": None})
+    check_weights(str(model), parse_config(model), list_tensors(model))
+    compare(model, theirs)
+    quantize(model, tmp_path / "int8", QUANTS["int8"], 1, lambda _done, _total: None)
+    assert tokens(load(tmp_path / "int8"), [PROMPT]) == tokens(load(model, quant="int8"), [PROMPT])
+    plain = {"architectures": ["Phi4MultimodalForCausalLM"], "model_type": "phi4_multimodal"}
+    rewrite(
+        model,
+        lambda weights: {n.replace(".base_layer", ""): x for n, x in weights.items() if ".lora_" not in n},
+        plain | {"auto_map": None},
+    )
+    check_weights(str(model), parse_config(model), list_tensors(model))
+    compare(model, theirs)
