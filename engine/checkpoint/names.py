@@ -16,6 +16,8 @@ _LANGUAGE = {
     "language_model.backbone.norm_f.": "model.norm.",
     "language_model.backbone.": "model.",
     "language_model.lm_head.": "lm_head.",
+    "model.language_model.lm_head.": "lm_head.",
+    "model.language_model.model.": "model.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
 }
@@ -37,6 +39,7 @@ VISION = tuple(
             "vision_projection",
             "merger",
             "connector",
+            "vision_projector",
         ),
         *("audio_tower", "embed_audio", "sound_encoder", "sound_projection", "mlp1", "embed_tokens_extend"),
     )

@@ -154,8 +154,13 @@ LANGUAGE_PARTS = {
     "NemotronH_Omni_Reasoning_V3": "nemotron_h",
     "AyaVisionForConditionalGeneration": "cohere2",
     "Cohere2VisionForConditionalGeneration": "cohere2",
+    "HyperCLOVAXVisionV2ForConditionalGeneration": "hyperclovax",
+    "LlavaNextForConditionalGeneration": "llama",
+    "LlavaOnevisionForConditionalGeneration": "qwen2",
+    "Qwen2AudioForConditionalGeneration": "qwen2",
+    "VipLlavaForConditionalGeneration": "llama",
 }
-"""Vision-language models whose `text_config` names an architecture that is here, by default this one."""
+"""Models that see or hear whose `text_config` names an architecture that is here, by default this one."""
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _MISTRAL,
@@ -287,6 +292,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "LlavaForConditionalGeneration": replace(
         _LLAMA, is_nested=True, nested=(_MISTRAL, _LLAMA), refuse=refuse_other_texts
+    ),
+    "VoxtralForConditionalGeneration": replace(
+        _LLAMA,
+        model_type="voxtral_text",
+        is_nested=True,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e8},
+        head_dim=128,
     ),
     "SeedOssForCausalLM": Architecture(
         model_type="seed_oss",

@@ -14,6 +14,7 @@ from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config.architectures import ARCHITECTURES
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.model_config.expected_tensors import check_weights
+from llmbox.engine.model_config.vision.config import NO_TOWER
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
 from support.families import (
@@ -167,6 +168,8 @@ SIGLIP = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "
 SIGLIP |= {"patch_size": 4, "image_size": 16}
 COHERE2 = FAMILIES["cohere2"] | {"logit_scale": 1.0}  # transformers leaves it out of models that see
 SIGLIP_MODEL = SIGLIP | {"model_type": "siglip_vision_model"}
+HEARING = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+HEARING |= {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "num_mel_bins": 8}
 NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm4v": ("glm4v", GLM_TOWER, {"rope_parameters": GLM_ROPE}),
     "glm46v": (
@@ -194,25 +197,35 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         SIBLINGS["cohere2_moe"] | {"model_type": "cohere2_moe", "logit_scale": 1.0},
     ),
     "aya_vision": ("aya_vision", SIGLIP_MODEL, COHERE2 | {"model_type": "cohere2"}),
+    "hyperclovax_vision_v2": (
+        "hyperclovax_vision_v2",
+        GLM_TOWER | {"fullatt_block_indexes": [0]},
+        SIBLINGS["hyperclovax"] | {"model_type": "hyperclovax"},
+    ),
+    "llava_next": ("llava_next", SIGLIP_MODEL, {"model_type": "mistral", "sliding_window": 19}),
+    "llava_onevision": ("llava_onevision", SIGLIP_MODEL, {"model_type": "qwen2"}),
+    "vipllava": ("vipllava", SIGLIP_MODEL, {"model_type": "llama"}),
+    "voxtral": ("voxtral", HEARING, {"model_type": "llama"}),
+    "qwen2_audio": ("qwen2_audio", HEARING, {"model_type": "qwen2"}),
     "minicpmv4_7": ("minicpmv4_7", SIGLIP, DELTA | {"model_type": "qwen3_5_text"}),
     "internvl-qwen2": ("internvl", INTERNVL, {"model_type": "qwen2"}),
     "internvl-qwen3_moe": ("internvl", INTERNVL, MOE | {"model_type": "qwen3_moe"}),
 }
 """Kind, tower and `text_config`."""
 BLIND = {"muse_glimmer", "kimi_k25", "nemotron_h_omni", "minicpmv4_7", "cohere2_vision"}
-BLIND |= {"cohere2_vision-moe", "aya_vision"}
+BLIND |= {"cohere2_vision-moe", "aya_vision", "hyperclovax_vision_v2", "llava_next"}
+BLIND |= {"llava_onevision", "vipllava"}
 """Those whose tower does not run."""
 
 
 @pytest.mark.parametrize("name", NESTED)
 def test_the_language_part_beside_a_tower(tmp_path: Path, name: str) -> None:
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForMultimodalLM
 
     kind, tower, text = NESTED[name]
-    config = AutoConfig.for_model(
-        kind, text_config=COMMON | text, vision_config=tower, tie_word_embeddings=False
-    )
-    theirs = AutoModelForImageTextToText.from_config(config).eval()
+    towers = {"audio_config" if tower is HEARING else "vision_config": tower}
+    config = AutoConfig.for_model(kind, text_config=COMMON | text, **towers, tie_word_embeddings=False)
+    theirs = AutoModelForMultimodalLM.from_config(config).eval()
     randomize(theirs, 0)
     theirs.save_pretrained(tmp_path)
     if kind == "kimi_k25":  # transformers takes layers for blocks of the tower, when it writes them
@@ -224,7 +237,9 @@ def test_the_language_part_beside_a_tower(tmp_path: Path, name: str) -> None:
         (tmp_path / "config.json").write_text(json.dumps(raw | {"llm_config": raw.pop("text_config")}))
     found = parse_config(tmp_path)
     check_weights(str(tmp_path), found, list_tensors(tmp_path))
-    if name in BLIND:
+    if tower is HEARING:
+        assert found.image_problem == NO_TOWER
+    elif name in BLIND:
         assert f"the vision tower of {kind} is not supported" in found.image_problem
     else:
         assert found.vision is not None
