@@ -16,6 +16,7 @@ _LANGUAGE = {
     "language_model.backbone.norm_f.": "model.norm.",
     "language_model.backbone.": "model.",
     "language_model.lm_head.": "lm_head.",
+    "language_model.output.": "output.",
     "model.language_model.lm_head.": "lm_head.",
     "model.language_model.model.": "model.",
     "model.language_model.": "model.",
@@ -65,6 +66,7 @@ _SPELLED = {
 }
 """Parts of names in checkpoints of Nemotron-H, OLMo-hybrid and Kolibri 1, and those of others."""
 _DENSE: Final = {".dense_h_to_4h.": ".up_proj.", ".dense_4h_to_h.": ".down_proj."}
+_INTERNLM2: Final = "model.tok_embeddings.weight"
 _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt_neox.embed_in.weight": {
         "gpt_neox.embed_in.": "model.embed_tokens.",
@@ -113,7 +115,7 @@ _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
         ".attention.": ".self_attn.",
         ".gate.expert_bias": ".gate.e_score_correction_bias",
     },
-    "model.tok_embeddings.weight": {
+    _INTERNLM2: {
         "model.tok_embeddings.": "model.embed_tokens.",
         "output.": "lm_head.",
         ".attention.wqkv.": ".self_attn.qkv_proj.",
@@ -165,7 +167,9 @@ def full_names(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         entries = {name: entry for name, entry in entries.items() if not _ADAPTED.search(name)}
         return full_names(renamed(entries, lambda name: name.replace(_BASE, ".")))
     if any(name.startswith((*_LANGUAGE, *VISION)) for name in entries):
-        return language_part(entries)
+        entries = language_part(entries)
+        if _INTERNLM2 not in entries:
+            return entries
     if any(name.endswith(_OF_OTHER_SPELLING) for name in entries):
         return renamed(entries, usual_name)
     prefix, table = _GPT2

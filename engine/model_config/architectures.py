@@ -300,6 +300,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e8},
         head_dim=128,
     ),
+    "InternVLChatModel": Architecture(
+        model_type="internvl_chat",
+        is_nested=True,
+        text_type="qwen2",
+        own_code="modeling_internvl_chat.InternVLChatModel",
+    ),
     "SeedOssForCausalLM": Architecture(
         model_type="seed_oss",
         defaults={"attention_bias": True, "attention_out_bias": False},

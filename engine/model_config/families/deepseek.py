@@ -264,6 +264,9 @@ DEEPSEEKS: dict[str, Architecture] = {
     ),
     "Kimi_K25ForConditionalGeneration": _KIMI_K25,
     "KimiK25ForConditionalGeneration": _KIMI_K25,
+    "KimiVLForConditionalGeneration": replace(
+        _KIMI_K25, own_code="modeling_kimi_vl.KimiVLForConditionalGeneration"
+    ),
     "MiniCPMForCausalLM": Architecture(
         model_type="minicpm",
         defaults={"tie_word_embeddings": True, "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1},

@@ -18,7 +18,7 @@ from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.expected_tensors import check_weights
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
-from support.families import COMMON, MOE, make_family, randomize
+from support.families import COMMON, LATENT, MOE, make_family, randomize
 from support.real_engines import all_logits, ask, hf_model, hf_tokens, load, runner_of, tokens
 from support.tiny_models import make_tiny_model
 
@@ -298,6 +298,52 @@ def test_the_text_of_a_phi_4_multimodal(tmp_path: Path) -> None:
         model,
         lambda weights: {n.replace(".base_layer", ""): x for n, x in weights.items() if ".lora_" not in n},
         plain | {"auto_map": None},
+    )
+    check_weights(str(model), parse_config(model), list_tensors(model))
+    compare(model, theirs)
+
+
+TOWER = {"vision_model.embeddings.class_embedding": torch.ones(1, 1, 8), "mlp1.0.weight": torch.ones(8)}
+
+
+@pytest.mark.parametrize("text", ["qwen3", "internlm2"])
+def test_the_text_of_an_internvl_as_it_was_published(tmp_path: Path, text: str) -> None:
+    """Its code is in its repository, and its language model is in `llm_config`."""
+    model = make_family(tmp_path, "llama" if text == "internlm2" else text)
+    theirs = hf_model(model)
+
+    def below_a_tower(weights: Weights) -> Weights:
+        weights = stacked_by_group(weights) if text == "internlm2" else weights
+        return {f"language_model.{name}": tensor for name, tensor in weights.items()} | TOWER
+
+    inner = json.loads((model / "config.json").read_text())
+    own = {"model_type": text, "architectures": ["InternLM2ForCausalLM"], "bias": False}
+    whole = {"architectures": ["InternVLChatModel"], "model_type": "internvl_chat", "vision_config": {}}
+    whole |= {"llm_config": inner | (own if text == "internlm2" else {})}
+    whole["auto_map"] = {"AutoModel": "modeling_internvl_chat.InternVLChatModel"}
+    rewrite(model, below_a_tower, dict.fromkeys(inner) | whole)
+    found = parse_config(model)
+    assert "the vision tower of internvl_chat is not supported" in found.image_problem
+    check_weights(str(model), found, list_tensors(model))
+    compare(model, theirs)
+
+
+def test_the_text_of_a_kimi_vl(tmp_path: Path) -> None:
+    fields = {key: value for key, value in LATENT.items() if key != "q_lora_rank"}
+    model = make_family(tmp_path, "deepseek_v3", **fields, q_lora_rank=None)
+    theirs, inner = hf_model(model), json.loads((model / "config.json").read_text())
+    whole = {
+        "architectures": ["KimiVLForConditionalGeneration"],
+        "model_type": "kimi_vl",
+        "vision_config": {},
+    }
+    whole |= {"text_config": inner, "dtype": inner["dtype"]}
+    whole["auto_map"] = {"AutoModelForCausalLM": "modeling_kimi_vl.KimiVLForConditionalGeneration"}
+    tower = {"vision_tower.patch_embed.proj.weight": torch.ones(8)}
+    rewrite(
+        model,
+        lambda weights: {f"language_model.{name}": x for name, x in weights.items()} | tower,
+        dict.fromkeys(inner) | whole,
     )
     check_weights(str(model), parse_config(model), list_tensors(model))
     compare(model, theirs)
