@@ -1,6 +1,6 @@
 """Llama 4, AFMoE, Ling 2.0, OLMo 2 and 3, FlexOlmo and Phi-MoE, the language models of Idefics3, SmolVLM,
-GLM-4V, GLM-OCR and InternVL, and Llamas under other names, EXAONE 3, InternLM 2 and 3 and IQuest-Coder:
-defaults, rules and entries of `architectures.py`.
+GLM-4V, GLM-OCR and InternVL, and Llamas under other names, DeciLM, EXAONE 3, InternLM 2 and 3 and
+IQuest-Coder: defaults, rules and entries of `architectures.py`.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,8 @@ from ..architecture import Architecture
 from ..attention import (
     Scales,
     Windows,
+    decilm_layers,
+    decilm_sizes,
     one_window,
     types_by_pattern,
     windows_by_type,
@@ -322,6 +324,14 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         ropes=rope_of_texts(partial_rope),
         experts=deepseek_v3_experts,
         is_nested=True,
+    ),
+    "DeciLMForCausalLM": Architecture(
+        model_type="nemotron-nas",
+        attention_bias=True,
+        mlp_bias=True,
+        sizes=decilm_sizes,
+        layer_sizes=decilm_layers,
+        own_code="modeling_decilm.DeciLMForCausalLM",
     ),
     "ExaoneForCausalLM": Architecture(
         model_type="exaone",

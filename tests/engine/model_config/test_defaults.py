@@ -21,7 +21,7 @@ SIZES = {
 NOT_IN_TRANSFORMERS = {
     *("MiMoForCausalLM", "BailingMoeV2ForCausalLM", "NewModel", "JinaBertModel", "ExaoneForCausalLM"),
     *("InternLM2ForCausalLM", "MiniCPMForCausalLM", "Phi4MMForCausalLM"),
-    "VoxtralForConditionalGeneration",
+    *("VoxtralForConditionalGeneration", "InternVLChatModel", "DeciLMForCausalLM"),
 }
 REFUSED = {
     "Glm4vMoeForConditionalGeneration",  # half a head of 42 dimensions
