@@ -66,6 +66,13 @@ _SPELLED = {
 }
 """Parts of names in checkpoints of Nemotron-H, OLMo-hybrid and Kolibri 1, and those of others."""
 _DENSE: Final = {".dense_h_to_4h.": ".up_proj.", ".dense_4h_to_h.": ".down_proj."}
+_OPT_LAYER: Final = {
+    ".self_attn_layer_norm.": ".input_layernorm.",
+    ".final_layer_norm.": ".post_attention_layernorm.",
+    ".out_proj.": ".o_proj.",
+    ".fc1.": ".mlp.up_proj.",
+    ".fc2.": ".mlp.down_proj.",
+}
 _INTERNLM2: Final = "model.tok_embeddings.weight"
 _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt_neox.embed_in.weight": {
@@ -129,15 +136,17 @@ _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
     "model.decoder.embed_tokens.weight": {
         "model.decoder.final_layer_norm.": "model.norm.",
         "model.decoder.": "model.",
-        ".self_attn_layer_norm.": ".input_layernorm.",
-        ".final_layer_norm.": ".post_attention_layernorm.",
-        ".out_proj.": ".o_proj.",
-        ".fc1.": ".mlp.up_proj.",
-        ".fc2.": ".mlp.down_proj.",
+        **_OPT_LAYER,
+    },
+    "biogpt.embed_tokens.weight": {
+        "biogpt.layer_norm.": "model.norm.",
+        "biogpt.": "model.",
+        "output_projection.": "lm_head.",
+        **_OPT_LAYER,
     },
 }
-"""The same for GPT-NeoX, Falcon, the GPT-2 family (`_GPT2`), Ling, InternLM 2 and OPT, by the name of their
-embedding."""
+"""The same for GPT-NeoX, Falcon, the GPT-2 family (`_GPT2`), Ling, InternLM 2, OPT and BioGPT, by the name of
+their embedding."""
 _GPT2: Final = "transformer.", "wte.weight"
 """Prefix that some checkpoints have, and the embedding of GPT-2, GPT-Neo, GPT-J, GPTBigCode and EXAONE 3."""
 _OPT: Final = "decoder.embed_tokens.weight"

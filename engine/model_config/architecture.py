@@ -158,6 +158,11 @@ def nothing(_fields: Fields) -> None:
     pass
 
 
+def refuse_options(**usual: object) -> Callable[[Fields], None]:
+    """Return a rule that refuses other values of these keys."""
+    return lambda fields: fields.refuse_others(usual, "of this architecture")
+
+
 def no_extras(_fields: Fields) -> tuple[int, int]:
     return 0, 0
 

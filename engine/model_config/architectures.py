@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import UnsupportedArchitecture
-from .architecture import MISSING, Architecture
+from .architecture import MISSING, Architecture, refuse_options
 from .attention import (
     cohere_scales,
     one_window,
@@ -25,10 +25,10 @@ from .encoders.pooling import with_head
 from .families.deepseek import DEEPSEEKS, MISTRAL4
 from .families.gemma import GEMMA_MODELS
 from .families.gemma4 import GEMMA3N_MODELS, GEMMA4_MODELS
-from .families.gpt import GPT_FAMILIES, refuse_options
+from .families.gpt import GPT_FAMILIES
 from .families.hybrids import HYBRIDS
 from .families.mixtures import MIXTURES
-from .families.others import OTHER_FAMILIES, refuse_clipping
+from .families.others import OTHER_FAMILIES
 from .families.siblings import SIBLINGS, granite_scales
 from .fields import Fields, show
 from .moe import (
@@ -230,7 +230,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         attention_bias=True,
         qk_norm="width",
         experts=olmoe_experts,
-        refuse=refuse_clipping,
+        refuse=refuse_options(clip_qkv=None),
     ),
     "Glm4MoeForCausalLM": Architecture(
         model_type="glm4_moe",

@@ -124,7 +124,8 @@ class Fields:
         """Raise ModelError for a key that has another value than the usual one. `of_what`: the model."""
         for key, value in usual.items():
             if self.raw.get(key) not in (None, value):
-                raise self.error(f"{key} {show(self.raw[key])} is not supported {of_what}, only {value}")
+                only = "" if value is None else f", only {value}"
+                raise self.error(f"{key} {show(self.raw[key])} is not supported {of_what}{only}")
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.raw.get(key)

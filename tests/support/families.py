@@ -338,6 +338,7 @@ SIBLINGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "head_dim": 16,
     },
+    "biogpt": {"num_key_value_heads": None, "head_dim": LEFT_OUT, "tie_word_embeddings": True},
     "bitnet": {"attention_bias": True},
     "cwm": {"sliding_window": 19, "tie_word_embeddings": True},
     "dots1": DEEPSEEK | {"max_window_layers": 1, "sliding_window": 19},

@@ -1,5 +1,5 @@
-"""DeepSeek V2 to V3.2 and families with its latent attention (MLA): GLM-4.7-Flash and GLM-5, Kimi K2, A.X K1,
-Mistral 4, MiniCPM 3 and Youtu-LLM. MiniCPM 1, 2 and 4 have the multipliers of MiniCPM 3 alone.
+"""DeepSeek V1 to V3.2 and families with its latent attention (MLA): GLM-4.7-Flash and GLM-5, Kimi K2, A.X K1,
+Mistral 4, MiniCPM 3 and Youtu-LLM. DeepSeek V1, Ling 1 and other MiniCPMs have usual attention.
 """
 
 import math
@@ -7,13 +7,14 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from ..architecture import Architecture
+from ..architecture import Architecture, refuse_options
 from ..attention import IndexConfig, LatentConfig, Scales
 from ..fields import Fields, raw_rope
 from ..moe import (
     ExpertsConfig,
     StackedExperts,
     deepseek_experts,
+    deepseek_v1_experts,
     deepseek_v2_experts,
     deepseek_v3_experts,
     refuse_small_groups,
@@ -188,6 +189,13 @@ _DEEPSEEK_V32 = replace(
     mtp=None,
 )
 _GLM5 = {"rms_norm_eps": 1e-5, "q_lora_rank": 2048, "n_group": 1, "topk_group": 1, "index_n_heads": 32}
+_DEEPSEEK = Architecture(
+    model_type="deepseek",
+    defaults={"norm_topk_prob": False, "first_k_dense_replace": 0},
+    attention_bias=True,
+    experts=deepseek_v1_experts,
+    own_code="modeling_deepseek.DeepseekForCausalLM",
+)
 _KIMI_K25 = replace(DEEPSEEK_V3, is_nested=True, own_code="modeling_kimi_k25.KimiK25ForConditionalGeneration")
 MISTRAL4 = Architecture(
     model_type="mistral4",
@@ -266,6 +274,21 @@ DEEPSEEKS: dict[str, Architecture] = {
     "KimiK25ForConditionalGeneration": _KIMI_K25,
     "KimiVLForConditionalGeneration": replace(
         _KIMI_K25, own_code="modeling_kimi_vl.KimiVLForConditionalGeneration"
+    ),
+    "DeepseekForCausalLM": _DEEPSEEK,
+    "BailingMoeForCausalLM": replace(
+        _DEEPSEEK,
+        model_type="bailing_moe",
+        defaults={"norm_topk_prob": True, "first_k_dense_replace": 0},
+        has_stacked_projections=True,
+        aliases={
+            "attention_bias": "use_qkv_bias",
+            "attention_out_bias": "use_bias",
+            "n_routed_experts": "num_experts",
+            "n_shared_experts": "num_shared_experts",
+        },
+        own_code="modeling_bailing_moe.BailingMoeForCausalLM",
+        refuse=refuse_options(use_bias=False, norm_head=False, norm_softmax=False, multi_gate=False),
     ),
     "MiniCPMForCausalLM": Architecture(
         model_type="minicpm",

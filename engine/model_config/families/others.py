@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..architecture import Architecture
+from ..architecture import Architecture, refuse_options
 from ..attention import (
     Scales,
     Windows,
@@ -145,18 +145,8 @@ def afmoe_scales(fields: Fields) -> Scales:
     return Scales(embedding=fields.integer("hidden_size") ** 0.5 if is_scaled else 1.0)
 
 
-def refuse_clipping(fields: Fields) -> None:
-    if fields.raw.get("clip_qkv") is not None:
-        raise fields.error("clip_qkv is not supported")
-
-
 def exaone_sizes(fields: Fields) -> dict[str, Any]:
     return {"intermediate_size": fields.integer("intermediate_size", 4 * fields.integer("hidden_size"))}
-
-
-def refuse_other_iquestcoder(fields: Fields) -> None:
-    fields.refuse_others({"use_sliding_window": False}, "of an IQuest-Coder")
-    refuse_clipping(fields)
 
 
 def refuse_other_ling(fields: Fields) -> None:
@@ -201,7 +191,7 @@ _OLMO2 = Architecture(
     attention_bias=True,
     qk_norm="width",
     block="post_norm",
-    refuse=refuse_clipping,
+    refuse=refuse_options(clip_qkv=None),
 )
 _LLAMA_INSIDE = Architecture(model_type="llama", attention_bias=True, mlp_bias=True, is_nested=True)
 
@@ -369,7 +359,7 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         attention_bias=True,
         mlp_bias=True,
         own_code="modeling_iquestcoder.IQuestCoderForCausalLM",
-        refuse=refuse_other_iquestcoder,
+        refuse=refuse_options(clip_qkv=None, use_sliding_window=False),
     ),
     "InternVLForConditionalGeneration": Architecture(
         model_type="internvl", is_nested=True, text_type="qwen2"

@@ -435,3 +435,73 @@ def test_a_damaged_decilm_is_refused(tmp_path: Path, layer: dict[str, Any] | Non
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ModelError, match=problem):
         parse_config(tmp_path)
+
+
+def without_shared_gate(weights: Weights) -> Weights:
+    """Return a Qwen2-MoE whose gate of the shared expert is a half, which twice the expert makes up for."""
+    found = dict(weights)
+    for name in found:
+        if "shared_expert_gate" in name:
+            found[name] *= 0
+        elif "shared_expert.down_proj" in name:
+            found[name] *= 2
+    return found
+
+
+def as_deepseek(weights: Weights) -> Weights:
+    found = {name: x for name, x in weights.items() if "shared_expert_gate" not in name}
+    halves = {name: x / 2 if "shared_expert.down_proj" in name else x for name, x in found.items()}
+    return respelled(halves, {"shared_expert.": "shared_experts."})
+
+
+LING = {
+    "model.embed_tokens": "model.word_embeddings",
+    "self_attn.o_proj": "attention.dense",
+    "self_attn.qkv_proj": "attention.query_key_value",
+}
+
+
+def as_ling(weights: Weights) -> Weights:
+    found = as_deepseek(weights)
+    for name in [name for name in found if ".q_proj." in name]:
+        parts = [found.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        found[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
+    return respelled(found, LING)
+
+
+ROUTED = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+ROUTED |= {"shared_expert_intermediate_size": 48, "qkv_bias": False}
+MIXTURES: dict[str, tuple[dict[str, Any], Callable[[Weights], Weights], dict[str, Any]]] = {
+    "deepseek.DeepseekForCausalLM": (
+        {"mlp_only_layers": [0], "norm_topk_prob": False},
+        as_deepseek,
+        {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "num_experts": None},
+    ),
+    "bailing_moe.BailingMoeForCausalLM": (
+        {"mlp_only_layers": [], "norm_topk_prob": True},
+        as_ling,
+        {"num_experts": 8, "num_shared_experts": 2, "use_qkv_bias": False, "use_bias": False}
+        | {"norm_head": False},
+    ),
+}
+"""Fields of a Qwen2-MoE, its tensors as the family has them, and keys."""
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_qwen2_moe_whose_shared_expert_has_no_gate(tmp_path: Path, name: str) -> None:
+    fields, changed, keys = MIXTURES[name]
+    model = make_family(tmp_path, "qwen2_moe", **ROUTED | fields)
+    rewrite(model, without_shared_gate, {})
+    theirs = hf_model(model)
+    module, kind = name.split(".")
+    own = {"architectures": [kind], "model_type": module, "mlp_only_layers": None, "qkv_bias": None}
+    own["auto_map"] = {"AutoModelForCausalLM": f"modeling_{module}.{kind}"}
+    rewrite(model, changed, own | keys)
+    config = parse_config(model)
+    check_weights(str(model), config, list_tensors(model))
+    assert config.num_parameters == sum(prod(entry.shape) for entry in list_tensors(model).values())
+    compare(model, theirs)
+    rewrite(model, dict, {"norm_head": True, "scoring_func": "sigmoid"})
+    problem = "norm_head True is not" if "bailing" in name else "scoring_func 'sigmoid' is not supported"
+    with pytest.raises(ModelError, match=problem):
+        parse_config(model)

@@ -378,8 +378,8 @@ HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
         ("MiniCPM3ForCausalLM", {"scale_depth": 0}, "scale_depth 0 must be larger than 0"),
         (
             "InternVLForConditionalGeneration",
-            {"text_config": {"model_type": "internlm2", "hidden_size": 64}},
-            "architecture 'internlm2' is not supported",
+            {"text_config": {"model_type": "baichuan", "hidden_size": 64}},
+            "architecture 'baichuan' is not supported",
         ),
         ("Mistral4ForCausalLM", {"qk_nope_head_dim": 96}, "is not a multiple of qk_rope_head_dim 64"),
         ("FalconForCausalLM", {"alibi": True}, "alibi True is not supported"),

@@ -22,6 +22,7 @@ NOT_IN_TRANSFORMERS = {
     *("MiMoForCausalLM", "BailingMoeV2ForCausalLM", "NewModel", "JinaBertModel", "ExaoneForCausalLM"),
     *("InternLM2ForCausalLM", "MiniCPMForCausalLM", "Phi4MMForCausalLM"),
     *("VoxtralForConditionalGeneration", "InternVLChatModel", "DeciLMForCausalLM"),
+    *("BailingMoeForCausalLM", "DeepseekForCausalLM"),
 }
 REFUSED = {
     "Glm4vMoeForConditionalGeneration",  # half a head of 42 dimensions
