@@ -23,6 +23,7 @@ _SIZES = (
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
 )
 _TEXT_SIZES: Final[dict[str, tuple[int, ...]]] = {
+    "aria_text": (32000, 4096, 4096, 32, 32, 32, 2048),
     "cohere2": (256000, 8192, 22528, 40, 64, 64, 8192),
     "exaone4": (102400, 4096, 16384, 32, 32, 32, 2048),
     "glm4v_moe_text": (151424, 4096, 10944, 46, 96, 8, 65536),

@@ -1,5 +1,5 @@
 """DeepSeek V1 to V3.2 and families with its latent attention (MLA): GLM-4.7-Flash and GLM-5, Kimi K2, A.X K1,
-Mistral 4, MiniCPM 3 and Youtu-LLM. DeepSeek V1, Ling 1 and other MiniCPMs have usual attention.
+Mistral 4, MiniCPM 3 and Youtu-LLM. DeepSeek V1, Ling 1, Aria and other MiniCPMs have usual attention.
 """
 
 import math
@@ -17,6 +17,7 @@ from ..moe import (
     deepseek_v1_experts,
     deepseek_v2_experts,
     deepseek_v3_experts,
+    experts_with,
     refuse_small_groups,
 )
 from ..rope import MAX_FACTOR, LayerRopes, RopeConfig, interleaved_rope, partial_rope
@@ -196,6 +197,31 @@ _DEEPSEEK = Architecture(
     experts=deepseek_v1_experts,
     own_code="modeling_deepseek.DeepseekForCausalLM",
 )
+_ARIA = replace(
+    _DEEPSEEK,
+    model_type="aria_text",
+    defaults={
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 0,
+        "intermediate_size": 4096,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+    },
+    mlp_bias=True,
+    experts=experts_with(
+        deepseek_v1_experts,
+        router="router",
+        stacked=StackedExperts(gate_up="experts.fc1", down="experts.fc2", is_transposed=True),
+    ),
+    aliases={
+        "moe_intermediate_size": "intermediate_size",
+        "n_routed_experts": "moe_num_experts",
+        "num_experts_per_tok": "moe_topk",
+        "n_shared_experts": "moe_num_shared_experts",
+    },
+    own_code="",
+)
 _KIMI_K25 = replace(DEEPSEEK_V3, is_nested=True, own_code="modeling_kimi_k25.KimiK25ForConditionalGeneration")
 MISTRAL4 = Architecture(
     model_type="mistral4",
@@ -276,6 +302,8 @@ DEEPSEEKS: dict[str, Architecture] = {
         _KIMI_K25, own_code="modeling_kimi_vl.KimiVLForConditionalGeneration"
     ),
     "DeepseekForCausalLM": _DEEPSEEK,
+    "AriaTextForCausalLM": _ARIA,
+    "AriaForConditionalGeneration": replace(_ARIA, is_nested=True),
     "BailingMoeForCausalLM": replace(
         _DEEPSEEK,
         model_type="bailing_moe",

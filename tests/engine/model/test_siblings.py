@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.errors import ModelError
+from llmbox.engine.model_config.architecture import MISSING
 from llmbox.engine.model_config.architectures import ARCHITECTURES
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.model_config.expected_tensors import check_weights
@@ -197,6 +198,11 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         SIBLINGS["cohere2_moe"] | {"model_type": "cohere2_moe", "logit_scale": 1.0},
     ),
     "aya_vision": ("aya_vision", SIGLIP_MODEL, COHERE2 | {"model_type": "cohere2"}),
+    "aria": (
+        "aria",
+        SIGLIP | {"model_type": "idefics3_vision"},
+        {"model_type": "aria_text", "moe_num_experts": 4, "intermediate_size": 32},
+    ),
     "hyperclovax_vision_v2": (
         "hyperclovax_vision_v2",
         GLM_TOWER | {"fullatt_block_indexes": [0]},
@@ -214,7 +220,7 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """Kind, tower and `text_config`."""
 BLIND = {"muse_glimmer", "kimi_k25", "nemotron_h_omni", "minicpmv4_7", "cohere2_vision"}
 BLIND |= {"cohere2_vision-moe", "aya_vision", "hyperclovax_vision_v2", "llava_next"}
-BLIND |= {"llava_onevision", "vipllava"}
+BLIND |= {"aria", "llava_onevision", "vipllava"}
 """Those whose tower does not run."""
 
 
@@ -357,6 +363,10 @@ def test_a_mimo_v2_as_it_was_published(tmp_path: Path) -> None:
         ("Step3p7ForConditionalGeneration", "limits of gates that differ between layers"),
         ("MistralLarge4ForConditionalGeneration", "latents that layers share"),
         ("AXK2ForCausalLM", "attention gated by latents of queries"),
+        ("T5ForConditionalGeneration", "an encoder beside the decoder"),
+        ("MllamaForConditionalGeneration", "layers that attend to images"),
+        ("XGLMForCausalLM", "sines and cosines of positions"),
+        ("OpenAIGPTLMHeadModel", "norms of the residual"),
     ],
 )
 def test_a_known_architecture_is_refused_with_what_is_missing(tmp_path: Path, name: str, reason: str) -> None:
@@ -428,3 +438,26 @@ def test_what_would_be_computed_wrongly_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=problem):
         written(tmp_path, name, **fields)
+
+
+OTHER_DECODERS = {
+    *("beam", "camembert", "data2vec-text", "electra", "ernie", "git", "got_ocr2"),
+    *("bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot-small", "megatron-bert", "moshi"),
+    *("musicgen", "musicgen_melody", "mvp", "plbart", "reformer", "rembert", "roberta", "roc_bert"),
+    *("roberta-prelayernorm", "roformer", "trocr", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    *("gemma4_assistant", "gemma4_unified_assistant", "moss_transcribe_diarize"),
+}
+"""Decoders in transformers that are encoders by training, parts of other models, or speak and make music."""
+
+
+def test_every_decoder_of_transformers_is_supported_or_refused_with_a_reason() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = {*ARCHITECTURES, *MISSING}
+    left = {
+        kind
+        for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+        if kind not in OTHER_DECODERS and not known & {*([names] if isinstance(names, str) else names)}
+    }
+    assert not left
+    assert not MISSING.keys() & ARCHITECTURES.keys()
