@@ -36,6 +36,7 @@ from .families import (
 )
 from .mixed_layers import (
     cohere_fields,
+    deci_fields,
     falcon_h1_fields,
     gemma3n_fields,
     gemma4_fields,
@@ -176,6 +177,7 @@ ARCHITECTURES: Final = {
     "olmo": GgufArchitecture(name="OlmoForCausalLM", has_pairs=True, fields=olmo_fields),
     "olmo2": GgufArchitecture(name="Olmo2ForCausalLM", layer=SANDWICH, fields=olmo2_fields),
     "olmoe": GgufArchitecture(name="OlmoeForCausalLM", fields=olmoe_fields),
+    "deci": GgufArchitecture(name="DeciLMForCausalLM", has_pairs=True, fields=deci_fields),
     "exaone": replace(_LLAMA, has_pairs=False),
     "exaone4": GgufArchitecture(name="Exaone4ForCausalLM", layer=SANDWICH, fields=windows_by_type),
     "command-r": _COHERE,

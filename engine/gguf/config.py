@@ -122,7 +122,8 @@ def _inner(gguf: GgufFile) -> int | None:
 
 
 def _attention(gguf: GgufFile, kind: GgufArchitecture, layers: int, factors: RopeFactors) -> dict[str, Any]:
-    heads = gguf.integer("attention.head_count")
+    numbers = set(gguf.by_layer("attention.head_count", layers)) - {0}
+    heads = numbers.pop() if len(numbers) == 1 else gguf.integer("attention.head_count")
     kv_heads = set(gguf.by_layer("attention.head_count_kv", layers, heads)) - {0}
     if len(kv_heads) != 1:
         raise ModelError(f"{gguf.path}: {gguf.architecture}.attention.head_count_kv differs between layers")

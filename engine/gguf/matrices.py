@@ -43,10 +43,14 @@ def _check(gguf: GgufFile, name: str, shape: tuple[int, ...]) -> None:
 
 def matrices_of(gguf: GgufFile, config: dict[str, Any], layer: int) -> Shapes:
     """Return the shapes of a layer's matrices by their names in GGUF."""
+    found: Shapes
     if architecture_of(gguf).is_encoder and "use_bidirectional_attention" not in config:
         return _encoder(gguf, config, layer)
-    kind = kind_of(config, layer)
-    found: Shapes = {}
+    if blocks := config.get("block_configs"):
+        attention, mlp = blocks[layer]["attention"], blocks[layer]["ffn"]
+        found = {} if attention["no_op"] else _attention(gguf, config, layer)
+        return found if mlp["no_op"] else found | _mlp(gguf, config | mlp, layer)
+    kind, found = kind_of(config, layer), {}
     if kind == "full_attention":
         found |= _latent(gguf, config) if config.get("kv_lora_rank") else _attention(gguf, config, layer)
         if config.get("indexer_types", ["shared"] * (layer + 1))[layer] == "full":

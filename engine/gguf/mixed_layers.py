@@ -202,6 +202,20 @@ def gemma4_fields(gguf: GgufFile, config: Config) -> Config:
     return found
 
 
+def deci_fields(gguf: GgufFile, config: Config) -> Config:
+    """Return the layers of a DeciLM: those without KV heads have no attention, those without rows no MLP."""
+    layers, most = config["num_hidden_layers"], config["num_attention_heads"]
+    heads, kv_heads, inner = (
+        gguf.by_layer(key, layers)
+        for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+    )
+    if any(of and not kv for of, kv in zip(heads, kv_heads, strict=True)):
+        raise ModelError(f"{gguf.path}: linears in place of attention are not supported")
+    attention = [{"no_op": not kv, "n_heads_in_group": most // kv if kv else None} for kv in kv_heads]
+    mlps = [{"no_op": not rows, "intermediate_size": rows or None} for rows in inner]
+    return {"block_configs": [{"attention": a, "ffn": b} for a, b in zip(attention, mlps, strict=True)]}
+
+
 def rows_of(gguf: GgufFile, name: str) -> int:
     """Return the rows of a tensor. Raises ModelError."""
     if name not in gguf.tensors:

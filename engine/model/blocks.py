@@ -7,6 +7,7 @@ yet. So the next norm can add and norm in one operation. T rows of the step, E h
 from abc import ABC, abstractmethod
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from llmbox.kernels.ops import Ops, PackedLinear
@@ -130,6 +131,25 @@ class SingleNormBlock(DecoderBlock):
             return self.mixer(x_TE, forward)
         assert self.mlp_alone is not None
         return self.mlp_alone(x_TE)
+
+
+class EmptyBlock(DecoderBlock):
+    """Layer without attention and MLP (DeciLM), which hands the output of the one before on."""
+
+    def __init__(self, weights: Weights, ops: Ops) -> None:
+        self.ops, self.rank = ops, weights.rank
+
+    def first(self, residual_TE: Tensor) -> Tensor:
+        return torch.zeros_like(residual_TE)
+
+    def enter(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:  # noqa: ARG002
+        return added_TE
+
+    def resume(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:  # noqa: ARG002
+        return self.rank.as_partial(added_TE)
+
+    def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:  # noqa: ARG002
+        return x_TE
 
 
 class LayerNormBlock(PreNormBlock):

@@ -17,6 +17,7 @@ from .attention import Attention, FullWidthQKNormAttention, HeadLayerNormAttenti
 from .blocks import (
     MLP,
     DecoderBlock,
+    EmptyBlock,
     LayerNormBlock,
     Mixer,
     ParallelBlock,
@@ -93,6 +94,8 @@ def build_layer(config: ModelConfig, number: int, weights: Weights, ops: Ops) ->
     if config.block == "altup":
         assert isinstance(mixer, Attention)
         return AltUpBlock(config, number, weights, ops, mixer)
+    if not (sizes.has_attention or sizes.has_mlp):
+        return EmptyBlock(weights, ops)
     if config.block == "single" or not (sizes.has_attention and sizes.has_mlp):
         mlp = None if mixer else _make_mlp(config, number, weights, ops)
         norm = "input_layernorm" if sizes.has_attention else "post_attention_layernorm"

@@ -308,8 +308,6 @@ def _decilm_layer(fields: Fields, number: int, raw: dict[str, Any]) -> LayerSize
     group = attention.integer("n_heads_in_group", most=MAX_HEADS) if has_attention else heads
     if heads % group:
         raise attention.error(f"n_heads_in_group {group} does not divide num_attention_heads {heads}")
-    if not (has_attention or has_mlp):
-        raise block.error("a layer without attention and MLP is not supported")
     inner = mlp.integer("intermediate_size", 0) if has_mlp else 0
     if has_mlp and not inner:
         inner = -(-int(2 * mlp.number("ffn_mult") * hidden / 3) // 256) * 256

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 
 from .families import YARN
 from .gguf_models import add_blocks_or_floats, add_tokenizer, add_value, side_by_side, write_all
-from .tiny_models import make_tiny_model, write_json
+from .renamed_models import make_decilm
+from .tiny_models import make_tiny_model, write_json, write_tokenizer
 
 Arrays = dict[str, np.ndarray]
 
@@ -89,6 +90,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo2": ("olmo2", "OLMO2", {}),
     "olmo3": ("olmo3", "OLMO2", {}),
     "olmoe": ("olmoe", "OLMOE", {}),
+    "deci": ("llama", "DECI", {}),
     "exaone": ("llama", "EXAONE", {}),
     "internlm2": ("llama", "INTERNLM2", {}),
     "minicpm": ("granite", "MINICPM", {"attention_multiplier": 0.25, "tie_word_embeddings": True}),
@@ -128,6 +130,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def make_source(directory: Path, family: str, **changes: Any) -> Path:
     kind, _, fixed = FAMILIES[family]
+    if family == "deci":
+        make_decilm(directory)
+        write_tokenizer(directory)
+        return directory
     return make_tiny_model(directory, arch=kind, **fixed | changes)
 
 
@@ -168,6 +174,9 @@ def with_usual_keys(config: dict[str, Any]) -> dict[str, Any]:
     heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
     if kind == "gpt_bigcode":
         heads = 1
+    if blocks := config.get("block_configs"):
+        heads = config["num_attention_heads"] // blocks[0]["attention"]["n_heads_in_group"]
+        config |= {"intermediate_size": 0}
     if kind == "falcon":
         heads = config["num_kv_heads"] if config["new_decoder_architecture"] else 1
     return config | {"num_key_value_heads": heads}
@@ -237,7 +246,7 @@ def converted(arrays: Arrays, arch: str, config: dict[str, Any]) -> Arrays:
         "STABLELM": of_stablelm,
     }
     arrays = rules.get(arch, lambda found, _: found)(arrays, config)
-    if arch in {"MISTRAL3", "GRANITE_MOE", "GRANITE_HYBRID", "OLMO", "INTERNLM2", "MINICPM"}:
+    if arch in {"MISTRAL3", "GRANITE_MOE", "GRANITE_HYBRID", "OLMO", "INTERNLM2", "MINICPM", "DECI"}:
         for name, array in arrays.items():
             for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
                 if part in name:
@@ -547,6 +556,11 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> 
         writer.add_value_length(head_dim)
     add_rope(writer, arch, config, head_dim)
     add_experts(writer, arch, config)
+    if arch == "DECI":
+        has_attention = [not block["attention"].get("no_op") for block in config["block_configs"]]
+        writer.add_head_count([heads * has for has in has_attention])
+        writer.add_head_count_kv([config["num_key_value_heads"] * has for has in has_attention])
+        writer.add_feed_forward_length([512, 512, 0, 0, 256])
     if window := config.get("sliding_window"):
         writer.add_sliding_window(window)
     if arch in {"GEMMA3N", "EXAONE4", "OLMO2"} and config.get("layer_types") and window:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llmbox.engine.checkpoint.index import list_tensors
@@ -21,10 +20,10 @@ from llmbox.kernels.quant_formats import QUANTS
 from support.families import COMMON, LATENT, MOE, make_family, randomize
 from support.rank_threads import load_ranks
 from support.real_engines import all_logits, ask, hf_model, hf_tokens, load, runner_of, tokens
+from support.renamed_models import BLOCKS, DECILM, Weights, make_decilm, rewrite
 from support.tiny_models import make_tiny_model
 
 PROMPT = ask("a", [3, 200, 17, 5, *range(40, 70), 9, 300], 8)
-Weights = dict[str, Tensor]
 
 
 @torch.inference_mode()
@@ -34,15 +33,6 @@ def compare(model: Path, theirs: Any) -> None:
     found = all_logits(runner_of(load(model)), PROMPT.prompt_ids)
     torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-4)
     assert tokens(load(model), [PROMPT])["a"] == hf_tokens(theirs, PROMPT.prompt_ids, 8)
-
-
-def rewrite(model: Path, changed: Callable[[Weights], Weights], config: Mapping[str, Any]) -> None:
-    """Change the tensors and keys of a model; a key with None is left out."""
-    file = model / "model.safetensors"
-    weights = {name: tensor.contiguous() for name, tensor in changed(load_file(file)).items()}
-    save_file(weights, file, metadata={"format": "pt"})
-    raw = json.loads((model / "config.json").read_text()) | config
-    (model / "config.json").write_text(json.dumps({key: x for key, x in raw.items() if x is not None}))
 
 
 def respelled(weights: Weights, parts: Mapping[str, str]) -> Weights:
@@ -350,44 +340,6 @@ def test_the_text_of_a_kimi_vl(tmp_path: Path) -> None:
     compare(model, theirs)
 
 
-BLOCKS = [
-    {"attention": {"n_heads_in_group": 2, "no_op": False}, "ffn": {"ffn_mult": 9.1, "no_op": False}},
-    {"attention": {"no_op": True}, "ffn": {"ffn_mult": 9.1}},
-    {"attention": {"n_heads_in_group": 2}, "ffn": {"no_op": True, "ffn_mult": None}},
-    {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 3.0, "replace_with_linear": False}},
-]
-"""Layers of a DeciLM with 64 hidden numbers: MLPs of 512, 512, 0 and 256 rows."""
-DECILM = {"architectures": ["DeciLMForCausalLM"], "model_type": "nemotron-nas", "block_configs": BLOCKS}
-DECILM |= {"auto_map": {"AutoModelForCausalLM": "modeling_decilm.DeciLMForCausalLM"}}
-
-
-def without_parts(weights: Weights) -> Weights:
-    """Return weights that compute what a DeciLM does: zeros for what its layers lack."""
-    found = dict(weights)
-    found["model.layers.1.self_attn.o_proj.weight"] *= 0
-    found["model.layers.2.mlp.down_proj.weight"] *= 0
-    found["model.layers.3.mlp.down_proj.weight"][:, 256:] = 0
-    return found
-
-
-def as_decilm(weights: Weights) -> Weights:
-    lacking = ("layers.1.self_attn.", "layers.1.input_layernorm.", "layers.2.mlp.")
-    lacking += ("layers.2.post_attention_layernorm.",)
-    found = {name: x for name, x in weights.items() if not any(part in name for part in lacking)}
-    for name in [name for name in found if "layers.3.mlp." in name]:
-        found[name] = found[name][:, :256] if "down" in name else found[name][:256]
-    return found
-
-
-def make_decilm(directory: Path) -> tuple[Path, Any]:
-    """Return a model, and that of transformers which computes the same."""
-    model = make_family(directory, "llama", num_hidden_layers=4, intermediate_size=512)
-    rewrite(model, without_parts, {})
-    theirs = hf_model(model)
-    rewrite(model, as_decilm, DECILM | {"num_key_value_heads": None, "intermediate_size": None})
-    return model, theirs
-
-
 def test_layers_of_a_decilm_lack_attention_or_the_mlp(tmp_path: Path) -> None:
     model, theirs = make_decilm(tmp_path)
     config = parse_config(model)
@@ -399,7 +351,7 @@ def test_layers_of_a_decilm_lack_attention_or_the_mlp(tmp_path: Path) -> None:
     assert tokens(load(tmp_path / "int8"), [PROMPT]) == tokens(load(model, quant="int8"), [PROMPT])
 
 
-@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}, {"pp": 4}])
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}, {"pp": 5}, {"tp": 2, "pp": 5}])
 def test_a_decilm_on_several_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -418,20 +370,16 @@ def test_a_decilm_on_several_ranks(
             {"attention": {"n_heads_in_group": 4}, "ffn": {"ffn_mult": 1}},
             "one n_heads_in_group for all layers",
         ),
-        (
-            {"attention": {"no_op": True}, "ffn": {"no_op": True}},
-            "layer 0: a layer without attention and MLP",
-        ),
         ({"attention": {"no_op": True, "window_length": 9}}, "window_length 9 is not supported of a DeciLM"),
         ({"attention": {"no_op": True}, "ffn": {"ffn_mult": -1}}, "ffn_mult -1 makes an MLP of"),
         ({"attention": {"no_op": True}, "ffn": {"ffn_mult": 1e30}}, "ffn_mult 1e.30 makes an MLP of"),
         ({"attention": 3}, "attention must be an object"),
         ({"attention": {"no_op": True}}, "layer 0: ffn: ffn_mult is missing"),
-        (None, "block_configs must have an entry for each of 4 layers"),
+        (None, "block_configs must have an entry for each of 5 layers"),
     ],
 )
 def test_a_damaged_decilm_is_refused(tmp_path: Path, layer: dict[str, Any] | None, problem: str) -> None:
-    raw = COMMON | DECILM | {"num_hidden_layers": 4, "block_configs": [layer, *BLOCKS[1:]]}
+    raw = COMMON | DECILM | {"num_hidden_layers": 5, "block_configs": [layer, *BLOCKS[1:]]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ModelError, match=problem):
         parse_config(tmp_path)
