@@ -336,6 +336,30 @@ SIBLINGS: dict[str, Architecture] = {
     ),
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": replace(_QWEN2_VL, model_type="qwen2_5_vl_text"),
+    **dict.fromkeys(
+        (
+            "Qwen2_5OmniForConditionalGeneration",
+            "Qwen2_5OmniThinkerForConditionalGeneration",
+            "Qwen2_5OmniForCausalLM",
+        ),
+        replace(
+            _QWEN2_VL,
+            model_type="qwen2_5_omni_text",
+            defaults={"sliding_window": 32768, "rope_theta": 1e6, "tie_word_embeddings": True},
+        ),
+    ),
+    **dict.fromkeys(
+        ("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+        Architecture(
+            model_type="qwen3_omni_moe_text",
+            defaults={"rope_theta": 1e6, "num_experts": 128, "norm_topk_prob": True},
+            attention_bias=True,
+            qk_norm="heads",
+            ropes=rope_of_texts(one_rope),
+            experts=qwen3_moe_experts,
+            is_nested=True,
+        ),
+    ),
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": replace(
         _QWEN3_VL,
