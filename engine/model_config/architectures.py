@@ -139,6 +139,8 @@ _MINISTRAL3 = Architecture(
 LANGUAGE_PARTS = {
     "Exaone4_5_ForConditionalGeneration": "exaone4",
     "LightOnOcrForConditionalGeneration": "qwen3",
+    "LlavaNextForConditionalGeneration": "llama",
+    "LlavaOnevisionForConditionalGeneration": "qwen2",
     "MiniCPMV4_6ForConditionalGeneration": "qwen3_5_text",
     "MiniCPMV4_7ForConditionalGeneration": "qwen3_5_text",
     "NemotronH_Omni_Reasoning_V3": "nemotron_h",

@@ -374,6 +374,50 @@ MODELS["llava_clip"] = (
         "crop_size": {"height": 48, "width": 48},
     },
 )
+PINPOINTS = [[48 * rows, 48 * columns] for rows, columns in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))]
+MODELS["llava_next"] = (
+    "LlavaNextForConditionalGeneration",
+    {
+        "text_config": TEXT | {"model_type": "mistral"},
+        "vision_config": SIGLIP | {"model_type": "clip_vision_model"},
+        "image_token_index": 10,
+        "image_grid_pinpoints": PINPOINTS,
+    },
+    {
+        "image_processor_type": "LlavaNextImageProcessor",
+        "size": {"shortest_edge": 48},
+        "crop_size": {"height": 48, "width": 48},
+        "image_grid_pinpoints": PINPOINTS,
+    },
+)
+MODELS["llava_onevision"] = (
+    "LlavaOnevisionForConditionalGeneration",
+    {
+        "text_config": TEXT | {"model_type": "qwen2", "num_hidden_layers": 2},
+        "vision_config": SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        "image_token_index": 10,
+        "vision_aspect_ratio": "anyres_max_2",
+        "image_grid_pinpoints": PINPOINTS,
+    },
+    {
+        "image_processor_type": "LlavaOnevisionImageProcessor",
+        "size": {"height": 48, "width": 48},
+        "image_grid_pinpoints": PINPOINTS,
+    },
+)
+MODELS["paddleocr_vl"] = (
+    "PaddleOCRVLForConditionalGeneration",
+    {
+        "text_config": TEXT | {"rope_parameters": MROPE, "tie_word_embeddings": True},
+        "vision_config": SIGLIP | {"hidden_size": 64},
+        "image_token_id": 10,
+    },
+    {
+        "image_processor_type": "PaddleOCRVLImageProcessor",
+        "patch_size": 8,
+        "size": {"shortest_edge": 500, "longest_edge": 12000},
+    },
+)
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS["glm4v_moe"] = (
     "Glm4vMoeForConditionalGeneration",
@@ -430,6 +474,7 @@ def prepare(
         tiles=list(layout.tiles),
         pixels=pixels,
         grid=layout.grid,
+        size=picture.size,
         num_tokens=layout.num_rows,
     )
 
@@ -449,7 +494,7 @@ def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image
         options = {"crop_to_patches": True} if vision.processor.kind == "canvas" else {}
         inputs = AutoImageProcessor.from_pretrained(directory)(images=nested, return_tensors="pt", **options)
         counts = {"rows", "cols", "num_crops", "num_soft_tokens_per_image", "num_patches"}
-        counts |= {"grids", "num_patches_per_image"}
+        counts |= {"grids", "num_patches_per_image", "batch_num_images"}
         return {key: value for key, value in inputs.items() if key not in counts}
     side, tiles, shapes = vision.tower.patch_size, [], []
     for picture in pictures:
@@ -508,6 +553,7 @@ SEEING_MARKS = {
     "internvl": ("<img>", "<IMG_CONTEXT>", "</img>"),
     "llama4": ("<|image_start|>", "<|patch|>", "<|image_end|>", "<|image|>", *SEPARATORS),
     "llava_clip": ("", "<image>", ""),
+    "llava_next": ("", "<image>", ""),
     "minicpmv4_6": ("", "<|image_pad|>", "", "<image>", "</image>", "<slice>", "</slice>", *NUMBERS),
 }
 """Special tokens before, for and after the rows of a picture, and others."""
@@ -531,7 +577,7 @@ def make_seeing_chat_model(directory: Path, kind: str = "qwen3_vl") -> Path:
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks if mark])
     tokenizer.save(str(directory / "tokenizer.json"))
     text = MODELS[kind][1]["text_config"] | {"vocab_size": tokenizer.get_vocab_size()}
-    key = "image_token_index" if kind == "llava_clip" else "image_token_id"
+    key = "image_token_index" if kind.startswith("llava") else "image_token_id"
     image = {key: tokenizer.token_to_id(marks[1])}
     make_vision_model(directory, kind, text_config=text, **image)
     config = json.loads((directory / "tokenizer_config.json").read_text())

@@ -6,18 +6,11 @@ trained with.
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from .config import (
-    IMAGE_ROWS,
-    SLICE_PATCHES,
-    USUAL_SIDE,
-    ImageLayout,
-    ImageProcessorConfig,
-    VisionConfig,
-    VisionShape,
-)
+from .config import ImageLayout, ImageProcessorConfig, ResizeKind, VisionConfig
 
 LARGEST_EDGE: Final = 4096
 """Longest edge of Idefics3's first resize."""
@@ -40,16 +33,8 @@ def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: 
     if width < 1 or height < 1:
         raise ImageSizeError(f"an image of {width} x {height} pixels has none")
     processor, side = vision.processor, vision.processor.unit
-    if processor.kind == "tiles":
-        return _idefics3_layout(vision, *tiles_of(processor, width, height)[1:])
-    if processor.kind == "lfm2":
-        return _lfm2_layout(vision, width, height)
-    if processor.kind == "canvas":
-        return _canvas_layout(vision, width, height)
-    if processor.kind == "padded_canvas":
-        return _padded_canvas_layout(vision, width, height)
-    if processor.kind == "slices":
-        return _slices_layout(vision, width, height)
+    if (rule := _LAYOUTS.get(processor.kind)) is not None:
+        return rule(vision, width, height)
     tall, wide = resized(processor, width, height)
     rows, columns = tall // side, wide // side
     text = vision.start + vision.line_end.join([vision.image_text * columns] * rows) + vision.end
@@ -72,6 +57,8 @@ def resized(processor: ImageProcessorConfig, width: int, height: int) -> tuple[i
             return _gemma4_size(processor, width, height)
         case "glm":
             return _glm_size(processor, width, height)
+        case "whole_units":
+            return _whole_units_size(processor, width, height)
         case "lfm2":
             return _limited_size(processor, width, height, at_least=True)
         case _:
@@ -158,6 +145,17 @@ def _glm_size(processor: ImageProcessorConfig, width: int, height: int) -> tuple
     return _limited_size(processor, width, height, frames=2)
 
 
+def _whole_units_size(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Enlarge each edge to one unit first (PaddleOCR-VL)."""
+    unit = processor.unit
+    if height < unit:
+        width, height = round(width * unit / height), unit
+    if width < unit:
+        width, height = unit, round(height * unit / width)
+    _refuse_ratio(width, height)
+    return _limited_size(processor, width, height)
+
+
 def _gemma4_size(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
     """Return the largest size in whole units within `most` pixels that keeps the ratio of the edges."""
     unit, most = processor.unit, processor.most
@@ -210,7 +208,8 @@ def tiles_of(
     return sizes, (tall - tile) // tile + 1, (wide - tile) // tile + 1
 
 
-def _idefics3_layout(vision: VisionConfig, rows: int, columns: int) -> ImageLayout:
+def _idefics3_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
+    _, rows, columns = tiles_of(vision.processor, width, height)
     tile, tower = vision.processor.tile, vision.tower
     each = (tile // tower.patch_size // tower.merge) ** 2
     tokens, edge = vision.image_text * each, vision.start
@@ -378,18 +377,24 @@ def _padded_canvas_layout(vision: VisionConfig, width: int, height: int) -> Imag
     )
 
 
-def vision_shape(vision: VisionConfig) -> VisionShape:
-    tower, rules, hidden = vision.tower, vision.processor, vision.tower.hidden_size
-    usual = lay_out_image(vision, USUAL_SIDE, USUAL_SIDE).num_rows
-    limits = (-(-rules.tile // rules.unit)) ** 2, rules.most // rules.unit**2
-    return VisionShape(
-        params=vision.num_params,
-        row=vision.hidden_size * (1 + vision.deepstack_levels),
-        patch_numbers=tower.patches_per_row * (14 if tower.conv_layers else 7) * hidden,
-        row_bytes=tower.patches_per_row
-        * ((8 * tower.head_dim if tower.rope else 0) + 6 * tower.patch_size**2),
-        tower_rows=min(IMAGE_ROWS, max(limits) or IMAGE_ROWS),
-        slice_numbers=SLICE_PATCHES * max(6 * hidden, 2 * hidden + 3 * tower.intermediate_size),
-        whole_rows=max(usual, rules.most // rules.unit**2) if vision.is_bidirectional else 0,
-        usual_rows=usual,
-    )
+def _anyres_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
+    """Return the whole image in the size of a tile, and then the tiles of its canvas (LLaVA-NeXT)."""
+    processor, count, tile_grid, in_lines = vision.processor, 1, (0, 0), 1
+    if processor.splits:
+        tall, wide = processor.canvas_of(width, height)
+        tile_grid = tall // processor.tile, wide // processor.tile
+        rows, columns = processor.canvas_patches(width, height)[1]
+        count, in_lines = 1 + tile_grid[0] * tile_grid[1], rows * (columns + 1)
+    num_rows = (processor.tile // processor.unit) ** 2 + in_lines
+    tiles, text = ((processor.tile, processor.tile),) * count, vision.image_text * num_rows
+    return ImageLayout(tiles=tiles, num_rows=num_rows, text=text, tile_grid=tile_grid)
+
+
+_LAYOUTS: Final[dict[ResizeKind, Callable[[VisionConfig, int, int], ImageLayout]]] = {
+    "tiles": _idefics3_layout,
+    "lfm2": _lfm2_layout,
+    "canvas": _canvas_layout,
+    "padded_canvas": _padded_canvas_layout,
+    "slices": _slices_layout,
+    "anyres": _anyres_layout,
+}

@@ -165,6 +165,7 @@ MUSE_TOWER |= {"patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4}
 MUSE = {"num_hidden_layers": 5, "sliding_window": 19, "post_norm_eps": 1e-3, "rms_norm_eps": 1e-4}
 SIGLIP = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 SIGLIP |= {"patch_size": 4, "image_size": 16}
+PADDLE_ROPE = {"rope_theta": 5000.0, "rope_type": "default", "mrope_section": [2, 3, 3]}
 COHERE2 = FAMILIES["cohere2"] | {"logit_scale": 1.0}  # transformers leaves it out of models that see
 SIGLIP_MODEL = SIGLIP | {"model_type": "siglip_vision_model"}
 NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -194,6 +195,11 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         SIBLINGS["cohere2_moe"] | {"model_type": "cohere2_moe", "logit_scale": 1.0},
     ),
     "aya_vision": ("aya_vision", SIGLIP_MODEL, COHERE2 | {"model_type": "cohere2"}),
+    "paddleocr_vl": (
+        "paddleocr_vl",
+        SIGLIP,
+        {"model_type": "paddleocr_vl_text", "use_bias": True, "rope_parameters": PADDLE_ROPE},
+    ),
     "minicpmv4_7": ("minicpmv4_7", SIGLIP, DELTA | {"model_type": "qwen3_5_text"}),
     "internvl-qwen2": ("internvl", INTERNVL, {"model_type": "qwen2"}),
     "internvl-qwen3_moe": ("internvl", INTERNVL, MOE | {"model_type": "qwen3_moe"}),
