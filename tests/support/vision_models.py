@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
 from llmbox.app.sandbox.image_worker import make_tiles
@@ -418,6 +419,11 @@ MODELS["paddleocr_vl"] = (
         "size": {"shortest_edge": 500, "longest_edge": 12000},
     },
 )
+MODELS["qianfan_ocr"] = (
+    "QianfanOCRForConditionalGeneration",
+    MODELS["internvl"][1] | {"vision_config": INTERN_VIT},
+    MODELS["internvl"][2],
+)
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS["glm4v_moe"] = (
     "Glm4vMoeForConditionalGeneration",
@@ -448,6 +454,12 @@ def make_vision_model(directory: Path, kind: str, **changes: Any) -> Any:
             elif each.endswith(("input_min", "output_min", "std_bias")):
                 buffer.fill_(-1.3)
     model.save_pretrained(directory)
+    if kind == "qianfan_ocr":  # transformers takes layers for those of the tower, when it writes them
+        file = directory / "model.safetensors"
+        weights = {
+            name.replace("l.model.encoder.", "l.model."): each for name, each in load_file(file).items()
+        }
+        save_file(weights, file, metadata={"format": "pt"})
     write_json(directory / "preprocessor_config.json", processor)
     return model
 

@@ -37,7 +37,7 @@ from .merged_patches import (
     qwen3_5,
     qwen3_vl,
 )
-from .tiles import idefics3, internvl, lfm2_vl, llama4, minicpmv
+from .tiles import idefics3, internvl, lfm2_vl, llama4, minicpmv, qianfan_ocr
 
 VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "mistral3": mistral3,
@@ -62,6 +62,7 @@ VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "glm4v_moe": glm4v,
     "glm46v": glm4v,
     "internvl": internvl,
+    "qianfan_ocr": qianfan_ocr,
     "llama4": llama4,
     "minicpmv4_6": minicpmv,
     "exaone4_5": exaone4_5,

@@ -236,6 +236,16 @@ def test_the_language_part_beside_a_tower(tmp_path: Path, name: str) -> None:
         assert found.vision is not None
         assert found.vision.tower.num_layers == 1
     compare(tmp_path, theirs)
+    if name == "paddleocr_vl":  # as published: flat, and with Python code, which is not run
+        raw = json.loads((tmp_path / "config.json").read_text())
+        flat = {**raw.pop("text_config"), **raw} | {"model_type": "paddleocr_vl"}
+        flat["rope_scaling"] = flat.pop("rope_parameters")
+        flat["rope_theta"] = flat["rope_scaling"].pop("rope_theta")
+        flat["vision_config"]["model_type"] = "paddleocr_vl"
+        code = "modeling_paddleocr_vl.PaddleOCRVLForConditionalGeneration"
+        flat["auto_map"] = {"AutoModelForCausalLM": code}
+        (tmp_path / "config.json").write_text(json.dumps(flat))
+        assert parse_config(tmp_path) == found
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -75,6 +75,9 @@ def test_texts_around_image_tokens(tmp_path: Path) -> None:
         assert layout.text == f"<img>{'<IMG_CONTEXT>' * 9 * tiles}</img>"
         assert len(layout.tiles) == tiles
     assert lay_out_image(intern, 9, 900, low_detail=True).num_rows == 9
+    qianfan = read(tmp_path, "qianfan_ocr")
+    assert qianfan.placeholder == "<image>"
+    assert lay_out_image(qianfan, 90, 60) == lay_out_image(intern, 90, 60)
     mini, pad = read(tmp_path, "minicpmv4_6"), "<|image_pad|>" * 4
     assert lay_out_image(mini, 120, 60, low_detail=True).text == f"<image>{'<|image_pad|>' * 3}</image>"
     assert lay_out_image(mini, 120, 60).text.endswith(f"</image><slice>{pad}</slice><slice>{pad}</slice>")
@@ -213,6 +216,7 @@ def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
             "image_grid_pinpoints is not that of config",
         ),
         ("llava_onevision", {}, {"size": {"height": 48, "width": 40}}, "must be that of the tower, 48"),
+        ("qianfan_ocr", {"use_qk_norm": True}, {}, "use_qk_norm true is not supported"),
         ("paddleocr_vl", {}, {"temporal_patch_size": 2}, "temporal_patch_size 2 is not that of the tower, 1"),
         ("minicpmv4_6", {"window_kernel_size": [4, 4]}, {}, "squares of 2 x 2"),
         ("minicpmv4_6", {}, {"downsample_mode": "4x"}, "downsample_mode '4x' is not supported, only 16x"),
