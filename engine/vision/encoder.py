@@ -60,7 +60,7 @@ class Mistral3Projector:
 
 class PixelShuffle:
     """One to three linears over squares of patches (Idefics3, LFM2-VL, InternVL, Llama 4), or over each
-    (LLaVA).
+    (LLaVA). The first has a gate in its second half in Aya Vision and Command A Vision.
     """
 
     def __init__(self, vision: VisionConfig, weights: TowerWeights) -> None:
@@ -70,17 +70,22 @@ class PixelShuffle:
         self.norm = None
         if norm and tower.projector_norm:
             self.norm = TowerNorm(weights, norm, width, tower.projector_eps, is_rms=False)
+        self.is_gated = tower.projector == "pixel_shuffle_gated"
         self.linears, names = [], [name for name in linears if name]
         for number, name in enumerate(names, 1):
-            outputs = vision.hidden_size if number == len(names) else tower.projector_size
-            self.linears.append(weights.linear((name,), outputs, width, bias=bias))
-            width = outputs
+            is_last = number == len(names)
+            outputs, half = vision.hidden_size if is_last else tower.projector_size, tower.projector_size // 2
+            order = (*range(half, outputs), *range(half)) if self.is_gated and not is_last else None
+            self.linears.append(weights.linear((name,), outputs, width, bias=bias, order=order))
+            width = half if self.is_gated else outputs
 
     def __call__(self, x_PE: Tensor, grid: tuple[int, int], _level: int) -> Tensor:
         rows = merge_squares(x_PE, grid, self.tower.merge).flatten(1)
         rows = self.ops.linear(self.linears[0], rows if self.norm is None else self.norm(rows))
+        activation = self.tower.projector_activation
         for linear in self.linears[1:]:
-            rows = self.ops.linear(linear, activate(self.tower.projector_activation, rows))
+            inner = gate(self.ops, activation, rows) if self.is_gated else activate(activation, rows)
+            rows = self.ops.linear(linear, inner)
         return rows
 
 
@@ -175,6 +180,7 @@ PROJECTORS: Final[dict[ProjectorKind, Callable[[VisionConfig, TowerWeights], Pro
     "llava": PixelShuffle,
     "pixel_shuffle": PixelShuffle,
     "pixel_shuffle_mlp": PixelShuffle,
+    "pixel_shuffle_gated": PixelShuffle,
     "llama4": PixelShuffle,
     "gemma3": GemmaProjector,
     "gemma4": GemmaProjector,

@@ -424,6 +424,29 @@ MODELS["qianfan_ocr"] = (
     MODELS["internvl"][1] | {"vision_config": INTERN_VIT},
     MODELS["internvl"][2],
 )
+SIGLIP_ALONE = SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False}
+COHERE2 = TEXT | {"model_type": "cohere2", "logit_scale": 1.0, "sliding_window": 24}
+MODELS["aya_vision"] = (
+    "AyaVisionForConditionalGeneration",
+    {"text_config": COHERE2, "vision_config": SIGLIP_ALONE, "image_token_index": 10},
+    MODELS["internvl"][2],
+)
+MODELS["cohere2_vision"] = (
+    "Cohere2VisionForConditionalGeneration",
+    {
+        "text_config": COHERE2,
+        "vision_config": SIGLIP_ALONE,
+        "alignment_intermediate_size": 40,
+        "image_token_id": 10,
+    },
+    {
+        "image_processor_type": "Cohere2VisionImageProcessor",
+        "size": {"height": 48, "width": 48},
+        "max_patches": 6,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+)
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS["glm4v_moe"] = (
     "Glm4vMoeForConditionalGeneration",
@@ -492,8 +515,8 @@ def prepare(
 
 
 def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image.Image]) -> dict[str, Any]:
-    """Return what transformers' processor gives the model. Those of LFM2-VL, Llama 4 and Gemma 4 12B need
-    torchvision: their models get our tiles.
+    """Return what transformers' processor gives the model. Those of LFM2-VL, Llama 4, Command A Vision and
+    Gemma 4 12B need torchvision: their models get our tiles.
     """
     from transformers import AutoImageProcessor
 
@@ -501,6 +524,8 @@ def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image
         return _unified_inputs(vision, pictures)
     if vision.tower.projector == "llama4":
         return {"pixel_values": torch.cat([_llama4_tiles(vision, picture) for picture in pictures])}
+    if vision.processor.kind == "fitted_canvas":
+        return {"pixel_values": torch.cat([_our_tiles(vision, picture) for picture in pictures])}
     if vision.processor.kind != "lfm2":
         nested = [pictures] if vision.processor.kind == "tiles" else pictures
         options = {"crop_to_patches": True} if vision.processor.kind == "canvas" else {}
@@ -528,10 +553,18 @@ def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image
     }
 
 
-def _llama4_tiles(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:
+def _our_levels(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:
     layout, image = prepare(vision, picture)
     pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(-1, *layout.tiles[0], 3)
-    return ((pixels.permute(0, 3, 1, 2).bfloat16() * (1 / 255) - 0.5) / 0.5).float()
+    return pixels.permute(0, 3, 1, 2)
+
+
+def _our_tiles(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:
+    return (_our_levels(vision, picture) / 255 - 0.5) / 0.5
+
+
+def _llama4_tiles(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:
+    return ((_our_levels(vision, picture).bfloat16() * (1 / 255) - 0.5) / 0.5).float()
 
 
 def _unified_inputs(vision: VisionConfig, pictures: list[Image.Image]) -> dict[str, Any]:

@@ -20,11 +20,11 @@ neighboring numbers, the first half for columns, counted from 1 as the class emb
 """
 ProjectorKind = Literal[
     "mistral3", "llava", "pixel_shuffle", "pixel_shuffle_mlp", "llama4", "gemma3", "merger", "lfm3_vl", "glm",
-    "gemma4", "gemma4_unified", "minicpmv",
+    "gemma4", "gemma4_unified", "minicpmv", "pixel_shuffle_gated",
 ]  # fmt: skip
 ResizeKind = Literal[
     "longest_edge", "tiles", "canvas", "padded_canvas", "square", "center_crop", "pixels", "glm", "lfm2",
-    "gemma4", "slices", "anyres", "whole_units",
+    "gemma4", "slices", "anyres", "whole_units", "fitted_canvas",
 ]  # fmt: skip
 """Rule for the size of an image (`layout.py`)."""
 
@@ -277,7 +277,9 @@ class VisionConfig:
     """Texts before the image tokens of an image, between its lines and after it, where the chat template
     does not write them."""
     tile_marks: tuple[str, ...] = ()
-    """Texts before and after the image tokens of a tile, where they are not those of the image."""
+    """Texts before and after the image tokens of a tile, where they are not those of the image. Of a canvas's
+    tile its number follows the first, or GLOBAL.
+    """
     number_marks: tuple[str, ...] = ()
     """Texts around the number of an image, which stands before it; empty: images have no numbers."""
     hidden_size: int

@@ -25,7 +25,15 @@ from .config import (
 from .fields import VisionFields, VisionFiles, VisionRule
 from .gemma import gemma3, gemma4, gemma4_unified
 from .layout import lay_out_image
-from .llava import lighton_ocr, llava, llava_next, llava_onevision, mistral3
+from .llava import (
+    aya_vision,
+    cohere2_vision,
+    lighton_ocr,
+    llava,
+    llava_next,
+    llava_onevision,
+    mistral3,
+)
 from .merged_patches import (
     exaone4_5,
     glm4v,
@@ -44,6 +52,8 @@ VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "llava": llava,
     "llava_next": llava_next,
     "llava_onevision": llava_onevision,
+    "aya_vision": aya_vision,
+    "cohere2_vision": cohere2_vision,
     "idefics3": idefics3,
     "smolvlm": idefics3,
     "gemma3": gemma3,
@@ -324,6 +334,11 @@ def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
                 yield from _norm(norm, merged, is_rms=False)
             yield from _linear(first, inner, merged, bias=bias)
             yield from _linear(second, out, inner, bias=bias)
+        case "pixel_shuffle_gated":
+            if norm:
+                yield from _norm(norm, merged, is_rms=False)
+            yield from _linear(first, inner, merged, bias=True)
+            yield from _linear(second, out, inner // 2, bias=True)
         case "llama4":
             yield from _linear(first, inner, merged, bias=False)
             yield from _linear(second, inner, inner, bias=False)

@@ -1,10 +1,10 @@
-"""Families of LLaVA's make: LLaVA, LLaVA-NeXT, LLaVA-OneVision, Pixtral 12B, Mistral 3, LightOnOCR."""
+"""Families of LLaVA's make: LLaVA, LLaVA-NeXT, OneVision, Aya Vision, Pixtral, Mistral 3, LightOnOCR."""
 
 from dataclasses import replace
 from typing import Any, Final
 
 from ..families.siblings import granite_scales
-from ..fields import show
+from ..fields import MAX_WIDTH, show
 from .config import (
     CLIP_MEAN,
     CLIP_STD,
@@ -12,6 +12,7 @@ from .config import (
     LINEARS,
     MAX_SIDE,
     ImageProcessorConfig,
+    ResizeKind,
     TowerConfig,
     TowerNames,
     VisionConfig,
@@ -131,17 +132,87 @@ def llava_onevision(files: VisionFiles) -> VisionConfig:
     kept = rule.removeprefix("anyres_max_")
     if kept == rule or kept not in map(str, range(1, MAX_TILES + 1)):
         raise files.model.error(f"vision_aspect_ratio {show(rule)} is not supported, only anyres_max_9")
-    raw = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1, **files.model.raw}
-    tower_raw = {"model_type": "siglip_vision_model", **files.tower.raw}
-    files = replace(
-        files,
-        model=VisionFields(raw, files.model.where),
-        tower=VisionFields(tower_raw, files.tower.where),
-    )
-    tower, image_side = _llava_tower(files)
+    tower, image_side = _llava_tower(_with_siglip(files))
     canvases = tuple((rows, columns) for rows in range(1, 7) for columns in range(1, 7))
     found = _anyres(files, "LLaVA-OneVision", tower, image_side, canvases, 151646)
     return replace(found, processor=replace(found.processor, kept_tiles=int(kept)))
+
+
+def aya_vision(files: VisionFiles) -> VisionConfig:
+    """Read Aya Vision: SigLIP over tiles, and a projector with a gate."""
+    inner = files.model.integer("alignment_intermediate_size", files.hidden_size, most=MAX_WIDTH)
+    return replace(
+        _cohere(files, "Aya Vision", "multi_modal_projector.layernorm", inner, "canvas"),
+        placeholder="<image>",
+        tile_marks=("TILE_", ""),
+    )
+
+
+def cohere2_vision(files: VisionFiles) -> VisionConfig:
+    """Read Command A Vision: that of Aya Vision with SigLIP's last norm and none in the projector."""
+    inner = files.model.integer("alignment_intermediate_size", 36864, most=MAX_WIDTH)
+    model = VisionFields({**files.model.raw, "vision_feature_layer": -1}, files.model.where)
+    found = _cohere(replace(files, model=model), "Command A Vision", "", inner, "fitted_canvas")
+    names = replace(found.tower.names, post_norm="vision_tower.post_layernorm")
+    return replace(
+        found,
+        tower=replace(found.tower, names=names),
+        tile_marks=("", files.token_text("img_line_break_token", "<|IMG_LINE_BREAK|>")),
+    )
+
+
+def _cohere(files: VisionFiles, family: str, norm: str, inner: int, kind: ResizeKind) -> VisionConfig:
+    """Build the config of a family with a gate in its projector. `norm`: of the projector."""
+    rules = files.processor
+    tower, image_side = _llava_tower(_with_siglip(files))
+    merge = files.model.integer("downsample_factor", 2, most=64)
+    if tower.joined_layers or inner % 2 or image_side // tower.patch_size % merge:
+        raise files.model.error(
+            f"only one vision_feature_layer, images of whole squares of {merge} x {merge} patches and an even "
+            "alignment_intermediate_size are supported"
+        )
+    if rules.side("size", image_side) != image_side:
+        raise rules.error(f"size must be that of the tower, {image_side}")
+    most = rules.integer("max_patches", 12, most=MAX_TILES)
+    processor = ImageProcessorConfig(
+        kind=kind,
+        unit=tower.patch_size * merge,
+        tile=image_side,
+        splits=most > 1 and rules.flag("crop_to_patches", default=True),
+        tile_counts=(rules.integer("min_patches", 1, most=most), most),
+        **files.pixels(CLIP_MEAN, CLIP_STD, 3),
+    )
+    tower = replace(
+        tower,
+        names=replace(tower.names, projector=(norm, *LINEARS)),
+        merge=merge,
+        projector="pixel_shuffle_gated",
+        projector_size=inner,
+        projector_bias=True,
+        projector_norm=bool(norm),
+        projector_eps=files.model.number("adapter_layer_norm_eps", 1e-6),
+        projector_activation="silu",
+    )
+    image = files.token_text("image_token", "<|IMG_PATCH|>")
+    return files.config(
+        tower,
+        processor,
+        family=family,
+        image_token_id=files.image_token(255036, "image_token_index", "image_token_id"),
+        placeholder=image,
+        image_text=image,
+        start=files.token_text("boi_token", "<|START_OF_IMG|>"),
+        end=files.token_text("eoi_token", "<|END_OF_IMG|>"),
+    )
+
+
+def _with_siglip(files: VisionFiles) -> VisionFiles:
+    """Return the files of a family whose tower is SigLIP where they do not say it."""
+    raw = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1, **files.model.raw}
+    tower = {"model_type": "siglip_vision_model", **files.tower.raw}
+    return replace(
+        files, model=VisionFields(raw, files.model.where), tower=VisionFields(tower, files.tower.where)
+    )
 
 
 def _tower_kind(files: VisionFiles) -> str:

@@ -152,6 +152,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "size": {"shortest_edge": 12544, "longest_edge": 9633792},
         },
     },
+    "aya_vision": {
+        "model": {"vision_config": {"image_size": 364, "patch_size": 14}},
+        "processor": {
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 364, "width": 364},
+            "crop_to_patches": True,
+            "max_patches": 12,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+    },
     "paddleocr_vl": {
         "model": {"vision_config": {"image_size": 384}},
         "processor": {

@@ -205,8 +205,7 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "internvl-qwen3_moe": ("internvl", INTERNVL, MOE | {"model_type": "qwen3_moe"}),
 }
 """Kind, tower and `text_config`."""
-BLIND = {"muse_glimmer", "kimi_k25", "nemotron_h_omni", "minicpmv4_7", "cohere2_vision"}
-BLIND |= {"cohere2_vision-moe", "aya_vision"}
+BLIND = {"muse_glimmer", "kimi_k25", "nemotron_h_omni", "minicpmv4_7"}
 """Those whose tower does not run."""
 
 

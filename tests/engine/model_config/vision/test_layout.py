@@ -146,6 +146,49 @@ def test_tiles_and_texts_of_llama4(tmp_path: Path, size: tuple[int, int], grid: 
     assert layout.text == Llama4Processor._prompt_split_image(SimpleNamespace(), grid, 21**2)
 
 
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [
+        ((1, 1), (1, 1)),
+        ((30, 2000), (4, 1)),
+        ((1023, 769), (2, 2)),
+        ((97, 211), (1, 1)),
+        ((640, 8), (1, 2)),
+        ((1500, 700), (2, 3)),
+        ((3000, 2999), (3, 4)),
+    ],
+)
+def test_canvases_and_texts_of_cohere(tmp_path: Path, size: tuple[int, int], grid: tuple[int, int]) -> None:
+    """Compare with the canvases of the processor of transformers 5.23, which needs torchvision."""
+    from transformers import AyaVisionProcessor, Cohere2VisionProcessor
+
+    _, values, rules = MODELS["cohere2_vision"]
+    tower = values["vision_config"] | {"image_size": 512, "patch_size": 16}
+    write_json(tmp_path / "config.json", {"model_type": "cohere2_vision", **values, "vision_config": tower})
+    sizes = {"size": {"height": 512, "width": 512}, "max_patches": 12}
+    write_json(tmp_path / "preprocessor_config.json", rules | sizes)
+    vision = read_vision(tmp_path)
+    assert vision is not None
+    layout = lay_out_image(vision, *size)
+    count = 1 if grid == (1, 1) else grid[0] * grid[1] + 1
+    assert (layout.tile_grid, len(layout.tiles)) == (grid if count > 1 else (0, 0), count)
+    names = {"boi": "START_OF_IMG", "image": "IMG_PATCH", "img_line_break": "IMG_LINE_BREAK"}
+    names |= {"eoi": "END_OF_IMG"}
+    stub = SimpleNamespace(patch_size=16, **{f"{name}_token": f"<|{text}|>" for name, text in names.items()})
+    assert layout.text == Cohere2VisionProcessor.replace_image_token(stub, {"num_patches": [count]}, 0)
+    aya = lay_out_image(read(tmp_path, "aya_vision"), *size)
+    stub = SimpleNamespace(
+        patch_size=16,
+        img_size=48,
+        start_of_img_token="<|START_OF_IMG|>",
+        end_of_img_token="<|END_OF_IMG|>",
+        img_patch_token="<|IMG_PATCH|>",
+        tile_token="TILE",
+        tile_global_token="TILE_GLOBAL",
+    )
+    assert aya.text == AyaVisionProcessor.replace_image_token(stub, {"num_patches": [len(aya.tiles)]}, 0)
+
+
 def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
     with pytest.raises(ImageSizeError, match="200 times as many"):
         lay_out_image(read(tmp_path, "qwen2_vl"), 1, 201)
@@ -216,6 +259,15 @@ def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
             "image_grid_pinpoints is not that of config",
         ),
         ("llava_onevision", {}, {"size": {"height": 48, "width": 40}}, "must be that of the tower, 48"),
+        (
+            "aya_vision",
+            {"model_type": "clip_vision_model"},
+            {},
+            "'full' is not supported for a tower",
+        ),
+        ("aya_vision", {"image_size": 40}, {"size": {"height": 40, "width": 40}}, "squares of 2 x 2 patches"),
+        ("aya_vision", {}, {"size": {"height": 96, "width": 96}}, "size must be that of the tower, 48"),
+        ("cohere2_vision", {}, {"max_patches": 65}, "max_patches 65 is beyond"),
         ("qianfan_ocr", {"use_qk_norm": True}, {}, "use_qk_norm true is not supported"),
         ("paddleocr_vl", {}, {"temporal_patch_size": 2}, "temporal_patch_size 2 is not that of the tower, 1"),
         ("minicpmv4_6", {"window_kernel_size": [4, 4]}, {}, "squares of 2 x 2"),
@@ -246,6 +298,8 @@ def test_files_that_contradict_each_other_leave_text_and_name_the_key(
         ("llava_next", "image_grid_pinpoints", [["48", 48]], "must be heights and widths of at most 64"),
         ("llava_next", "vision_feature_layer", [-1, 9], r"[-1, 9] is not supported, only some of 2 layers"),
         ("llava_next", "vision_feature_layer", [], "[] is not supported, only some of 2 layers"),
+        ("aya_vision", "vision_feature_layer", [-2, -1], "only one vision_feature_layer"),
+        ("cohere2_vision", "alignment_intermediate_size", 41, "an even alignment_intermediate_size"),
         ("llava_onevision", "vision_aspect_ratio", "anyres", "'anyres' is not supported, only anyres_max_9"),
         ("llava_onevision", "vision_aspect_ratio", "anyres_max_0", "'anyres_max_0' is not supported"),
     ],
