@@ -168,8 +168,8 @@ def _cohere(files: VisionFiles, family: str, norm: str, inner: int, kind: Resize
     merge = files.model.integer("downsample_factor", 2, most=64)
     if tower.joined_layers or inner % 2 or image_side // tower.patch_size % merge:
         raise files.model.error(
-            f"only one vision_feature_layer, images of whole squares of {merge} x {merge} patches and an even "
-            "alignment_intermediate_size are supported"
+            f"only one vision_feature_layer, images of whole squares of {merge} x {merge} patches and "
+            "an even alignment_intermediate_size are supported"
         )
     if rules.side("size", image_side) != image_side:
         raise rules.error(f"size must be that of the tower, {image_side}")
