@@ -194,6 +194,7 @@ def _decoded(reply: dict[str, Any]) -> DecodedImage:
             tiles=[(height, width) for height, width in tiles[number * share : (number + 1) * share]],
             pixels=pixels[number * size : (number + 1) * size],
             grid=tuple(reply["grid"]),
+            size=tuple(reply["size"]),
             num_rows=rows,
         )
         for number, digest in enumerate(hashes)

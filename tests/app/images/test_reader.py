@@ -50,7 +50,8 @@ def picture(content: bytes) -> ImageSource:
 
 
 def reply(size: int) -> dict[str, object]:
-    return {"hashes": ["00"], "tiles": [], "grid": (0, 0), "num_rows": 1, "text": "", ATTACHED: bytes(size)}
+    layout = {"hashes": ["00"], "tiles": [], "grid": (0, 0), "size": (1, 1), "num_rows": 1, "text": ""}
+    return layout | {ATTACHED: bytes(size)}
 
 
 async def read(
@@ -120,6 +121,7 @@ def test_crops_are_pictures_of_their_own_with_places_of_their_own():
     """Gemma 3's pan and scan: each attends to itself in both directions, and is kept by its own hash."""
     tiles = [(4, 4)] * 3
     told = {"hashes": ["00", "01", "02"], "tiles": tiles, "grid": (1, 2), "num_rows": 6, "text": ""}
+    told |= {"size": (4, 3)}
     pixels = bytes(range(144))
     decoded = reader._decoded({**told, ATTACHED: pixels})
     ids = [5, 9, 9, 5, 9, 9, 9, 9, 5]

@@ -36,6 +36,9 @@ def asked(directory: Path) -> list[AddRequest]:
         ("llama4", {"pp": 2}),
         ("minicpmv4_6", {"tp": 2}),
         ("exaone4_5", {"pp": 2}),
+        ("llava_onevision", {"tp": 2}),
+        ("paddleocr_vl", {"pp": 2}),
+        ("aya_vision", {"tp": 2}),
     ],
 )
 def test_ranks_give_the_tokens_of_one(
