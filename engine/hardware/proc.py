@@ -19,6 +19,9 @@ from typing import Final, NoReturn
 
 log = logging.getLogger("llmbox.engine")
 
+EXIT_SECONDS: Final = 3.0
+"""Most seconds to wait for the engines that leave for another one, which their daemon kills after two."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:

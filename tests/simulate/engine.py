@@ -18,7 +18,7 @@ from llmbox.engine.core.request import Request
 from llmbox.engine.core.request_queue import band_of
 from llmbox.engine.core.step import StepPlan, StepResult, SyncExecutor
 from llmbox.engine.errors import DoesNotFit
-from llmbox.engine.executor.rank_engine import EXIT_SECONDS
+from llmbox.engine.hardware.proc import EXIT_SECONDS
 from llmbox.engine.ipc.channel import Channel, DaemonGone
 from llmbox.engine.ipc.messages import ModelInfo, Progress, StepOutputs
 from llmbox.engine.kv_store.folder import FORMAT, KVFolder

@@ -105,29 +105,36 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def _run_once(self) -> None:
-        """Call what is ready. Where nothing is, move the clock to the next timer."""
-        self._turns_left -= 1
-        if self._turns_left < 0:
-            raise StuckError("the loop goes round without an end")
-        ready, timers, clock = self._ready, self._timers, self.clock
-        while timers and timers[0][2]._cancelled:
-            heapq.heappop(timers)
-        if not ready and not self._stopping:
-            if not timers:
-                raise StuckError("tasks wait and no timer is set: a deadlock")
-            clock.now = max(clock.now, timers[0][0])
-        end = clock.now + _RESOLUTION
-        while timers and timers[0][0] < end:
-            ready.append(heapq.heappop(timers)[2])
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if not handle._cancelled:
-                try:
-                    handle._context.run(handle._callback, *handle._args)
-                except (SystemExit, KeyboardInterrupt):
-                    raise
-                except BaseException as error:  # noqa: BLE001 - as every loop does
-                    self.call_exception_handler({"message": f"exception in {handle!r}", "exception": error})
+        """Take turns until the loop is stopped: call what is ready, and where nothing is, move the clock to
+        the next timer.
+        """
+        ready, timers, clock, pop = self._ready, self._timers, self.clock, heapq.heappop
+        while True:
+            self._turns_left -= 1
+            if self._turns_left < 0:
+                raise StuckError("the loop goes round without an end")
+            while timers and timers[0][2]._cancelled:
+                pop(timers)
+            if not ready and not self._stopping:
+                if not timers:
+                    raise StuckError("tasks wait and no timer is set: a deadlock")
+                clock.now = max(clock.now, timers[0][0])
+            end = clock.now + _RESOLUTION
+            while timers and timers[0][0] < end:
+                ready.append(pop(timers)[2])
+            for _ in range(len(ready)):
+                handle = ready.popleft()
+                if not handle._cancelled:
+                    try:
+                        handle._context.run(handle._callback, *handle._args)
+                    except (SystemExit, KeyboardInterrupt):
+                        raise
+                    except BaseException as error:  # noqa: BLE001 - as every loop does
+                        self.call_exception_handler(
+                            {"message": f"exception in {handle!r}", "exception": error}
+                        )
+            if self._stopping:
+                return
 
     def add_reader(self, fd: int, callback: Callable[..., object], *args: object) -> None:
         self.watch(fd, lambda: callback(*args))

@@ -151,9 +151,10 @@ class FakeRunner:
         request, start, end = row.request, row.start, row.end
         assert not row.drafts or row.end - len(row.drafts) == request.num_tokens
         wanted = prefixes(request.cache_namespace, self._tokens(row), is_long=request.is_long)
-        for position in range(start):
-            found = self.slots[self._slot(request, position)]
-            assert found == wanted[position], f"{request.request_id}: wrong KV at {position} of {start}"
+        size, held = self.block_size, list[int | None]()
+        for block in request.block_table[: -(-start // size)]:
+            held += self.slots[block * size : (block + 1) * size]
+        assert held[:start] == wanted[:start], f"{request.request_id}: wrong KV before {start}"
         for position in range(start, end):
             self.slots[self._slot(request, position)] = wanted[position]
         if self.states:
