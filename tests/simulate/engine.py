@@ -99,7 +99,7 @@ class StepFaults:
         setup.steps += 1
         process.engine.rules.check_plan(plan)
         fault = setup.step_faults.get(setup.steps, "")
-        if any(
+        if machine.has_poison and any(
             POISON in r.request.prompt_ids and r.request.num_output >= setup.poison_after for r in plan.rows
         ):
             fault = f"poison {setup.poison}"

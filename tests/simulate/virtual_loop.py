@@ -73,6 +73,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._clock_resolution = _RESOLUTION
         self._timers: list[tuple[float, int, VirtualHandle]] = []
         self._timers_set = 0
+        self._tasks: list[asyncio.Task[Any]] = []
         self.thread_delay: Callable[[], float] = float
         self.watch: Callable[[int, Callable[[], None]], None] = lambda *_: None
         self.unwatch: Callable[[int], None] = lambda _: None
@@ -82,6 +83,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def time(self) -> float:
         return self.clock.now
+
+    def create_task(self, coro: Any, *, name: str | None = None, context: Any = None) -> "asyncio.Task[Any]":
+        task = super().create_task(coro, name=name, context=context)
+        self._tasks.append(task)
+        return task
+
+    @property
+    def tasks(self) -> "list[asyncio.Task[Any]]":
+        """Tasks that have not ended. `asyncio.all_tasks` goes through those of all runs."""
+        return [task for task in self._tasks if not task.done()]
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Any = None) -> VirtualHandle:
         handle = VirtualHandle(0.0, callback, args, self, context)

@@ -129,6 +129,7 @@ class World:
         self.machine.mean_latency = scenario.latency
         self.machine.capacity = scenario.capacity
         self.machine.memory = scenario.memory
+        self.machine.has_poison = any(request.is_poison for request in scenario.requests)
         self.machine.on_death = self._note_death
         self.disk = Disk(self.machine, scenario.write_faults, scenario.read_faults)
         self.log: list[tuple[float, int, str]] = []
