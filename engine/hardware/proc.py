@@ -136,6 +136,24 @@ def bind_to_parent(parent: int) -> None:
         raise SystemExit(0)
 
 
+_M_MMAP_THRESHOLD: Final = -3  # of malloc.h
+_LARGE_BLOCK: Final = 1 << 20
+
+
+def map_large_blocks() -> None:
+    """Make glibc give each block of 1 MiB or more pages of its own, which go back when it is freed. Otherwise
+    it raises this bound to 32 MiB as such blocks are freed, and keeps them between small ones.
+    """
+    with suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+
+
+def trim_heap() -> None:
+    """Return the free pages of the C heap to the kernel: every thread's arena keeps its own."""
+    with suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 _CRASHED: Final = 70  # EX_SOFTWARE
 _STDERR: Final = 2
 _CLONE_PARENT: Final = 0x8000

@@ -48,6 +48,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.wait((task,))
+        del task  # its error's traceback leads to this frame: a circle, which would keep the whole body
 
 
 @contextlib.asynccontextmanager

@@ -1,5 +1,7 @@
 """What holds for every request, whether or not a route exists for it."""
 
+import asyncio
+
 import httpx
 import msgspec
 import pytest
@@ -7,6 +9,7 @@ from litestar import get, post
 from litestar.params import JSONBody
 
 from llmbox.app.http.auth.guard import Access
+from llmbox.app.http.server import middleware
 from llmbox.app.http.server.origin import HostList
 from support.http_app import allowing, client, fake_services, make_app, over_unix
 
@@ -302,3 +305,29 @@ def test_a_host_name_with_a_domain_is_also_known_as_mdns_announces_it(host):
     hosts = HostList(machine="Box.example.net")
     assert hosts.allows({"server": ("192.0.2.7", 7411)}, f"{host}:7411".encode())
     assert not hosts.allows({"server": ("192.0.2.7", 7411)}, b"box:7411")
+
+
+@pytest.mark.parametrize("large", [True, False])
+async def test_the_memory_of_a_large_body_is_returned(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = asyncio.Event()
+    monkeypatch.setattr(middleware, "_TRIM_SECONDS", 0)
+    monkeypatch.setattr(middleware.HeapTrimmer, "_trim", lambda _: planned.set())
+    async with client(make_app([echo])) as http:
+        text = "a" * (middleware.LARGE_BODY if large else 1000)
+        assert (await http.post("/echo", json={"text": text})).status_code == 200
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert planned.is_set() == large
+
+
+async def test_memory_is_returned_once_for_several_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[None] = []
+    monkeypatch.setattr(middleware, "_TRIM_SECONDS", 0)
+    monkeypatch.setattr(middleware, "trim_heap", lambda: done.append(None))
+    trimmer, loop = middleware.HeapTrimmer(), asyncio.get_running_loop()
+    trimmer.note(middleware.LARGE_BODY)
+    trimmer.note(middleware.LARGE_BODY)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await loop.shutdown_default_executor()
+    assert done == [None]
