@@ -193,6 +193,7 @@ class EventStream:
             self._timer.cancel()
             if drain:
                 drain.unregister_endless(self._end)
+            self._error = None  # its traceback leads to this object: the circle would keep the body
             await self._close(pump, watch)
 
     async def _pump(self) -> None:
