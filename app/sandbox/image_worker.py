@@ -82,7 +82,7 @@ def prepare(data: bytes, vision: VisionConfig, *, low: bool, most_pixels: int) -
         "grid": layout.grid,
         "num_rows": layout.num_rows,
         "text": layout.text,
-        "hashes": list(_hashes(pixels, vision, layout)),
+        "hashes": list(_hashes(pixels, vision, layout, image.size)),
         "size": image.size,
         ATTACHED: pixels,
     }
@@ -125,21 +125,28 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def content_hash(pixels: bytes, vision: VisionConfig, layout: ImageLayout) -> str:
-    """Return the digest of the pixels and of everything that decides their embeddings beside the weights."""
+def content_hash(
+    pixels: bytes, vision: VisionConfig, layout: ImageLayout, size: tuple[int, int] = (0, 0)
+) -> str:
+    """Return the digest of the pixels and of everything that decides their embeddings beside the weights.
+
+    `size`: width and height of the image.
+    """
     facts = [_VERSION, vision.family, asdict(vision.processor), layout.tiles, layout.grid, layout.tile_grid]
+    if vision.processor.kind == "anyres":  # the ratio of edges decides which rows are padding
+        facts.append(size)
     return hashlib.sha256(json.dumps(facts).encode() + b"\0" + pixels).hexdigest()
 
 
-def _hashes(pixels: bytes, vision: VisionConfig, layout: ImageLayout) -> Iterator[str]:
+def _hashes(pixels: bytes, vision: VisionConfig, layout: ImageLayout, size: tuple[int, int]) -> Iterator[str]:
     """Yield the hash of each image that the engine makes of this one: of all, or of its crops."""
     if layout.images == 1:
-        yield content_hash(pixels, vision, layout)
+        yield content_hash(pixels, vision, layout, size)
         return
-    share, size = len(layout.tiles) // layout.images, len(pixels) // layout.images
+    share, length = len(layout.tiles) // layout.images, len(pixels) // layout.images
     one = replace(layout, tiles=layout.tiles[:share], tile_grid=(0, 0), images=1)
-    for start in range(0, len(pixels), size):
-        yield content_hash(pixels[start : start + size], vision, one)
+    for start in range(0, len(pixels), length):
+        yield content_hash(pixels[start : start + length], vision, one)
 
 
 @lru_cache(maxsize=4)
@@ -173,6 +180,8 @@ def make_tiles(image: Image.Image, vision: VisionConfig, layout: ImageLayout) ->
         return _padded_tiles(image, vision, layout)
     if rules.kind == "slices":
         return _slices(image, rules, layout)
+    if rules.kind == "anyres":
+        return _canvas_tiles(image, rules, layout)
     if rules.kind == "center_crop":
         return [_center_crop(image, rules)]
     if layout.tile_grid == (0, 0):
@@ -220,6 +229,20 @@ def _slices(image: Image.Image, rules: ImageProcessorConfig, layout: ImageLayout
         tall, wide = slices[0]
         tiles += _cut(_resize(image, (rows * tall, columns * wide), rules.resample), layout, tall, wide)
     return tiles
+
+
+def _canvas_tiles(image: Image.Image, rules: ImageProcessorConfig, layout: ImageLayout) -> list[Image.Image]:
+    """Return the whole image, and the tiles of it in the middle of a black canvas (LLaVA-NeXT)."""
+    tiles = [_resize(image, layout.tiles[0], rules.resample)]
+    if layout.tile_grid == (0, 0):
+        return tiles
+    tall, wide = (count * rules.tile for count in layout.tile_grid)
+    across, down = wide / image.width, tall / image.height
+    high, broad = min(math.ceil(image.height * across), tall), min(math.ceil(image.width * down), wide)
+    size = (high, wide) if across < down else (tall, broad)
+    canvas = Image.new("RGB", (wide, tall))
+    canvas.paste(_resize(image, size, rules.resample), ((wide - size[1]) // 2, (tall - size[0]) // 2))
+    return [*tiles, *_cut(canvas, layout, rules.tile, rules.tile)]
 
 
 def _center_crop(image: Image.Image, rules: ImageProcessorConfig) -> Image.Image:

@@ -31,12 +31,11 @@ MEDUSA = "medusa_lm_head.safetensors"
 QUANTIZED_DTYPES = frozenset(STORED_BYTES)
 """Dtypes of tensors that need scales."""
 NOT_NEEDED = (
-    *(".rotary_emb.inv_freq", "score.weight", "image_newline"),
+    *(".rotary_emb.inv_freq", "score.weight"),
     *(*OF_KEYS_AND_VALUES, *BOUNDS, *CAUSAL_MASKS),
 )
 """Suffixes of tensors that are ignored. Older checkpoints store the first, which is computed from
-config.json. The second belongs to a head that the engine does not run (`model_config/config.py`), the third
-to the images of a LLaVA-NeXT."""
+config.json. The second belongs to a head that the engine does not run (`model_config/config.py`)."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of tensors that are not quantized."""

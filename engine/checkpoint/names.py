@@ -24,25 +24,34 @@ _LANGUAGE = {
 }
 """Prefixes of the language model in vision-language checkpoints (three styles), and of text-only ones."""
 VISION = tuple(
-    f"{at}{part}."
+    f"{at}{part}"
     for at in ("", "model.")
     for part in (
         *(
-            "vision_tower",
-            "vision_model",
-            "vision_encoder",
-            "vision_embedder",
-            "embed_vision",
-            "visual",
-            "multi_modal_projector",
-            "mm_projector",
-            "vision_adapter",
-            "vision_projection",
-            "merger",
-            "connector",
-            "vision_projector",
+            "vision_tower.",
+            "vision_model.",
+            "vision_encoder.",
+            "vision_embedder.",
+            "embed_vision.",
+            "visual.",
+            "multi_modal_projector.",
+            "mm_projector.",
+            "vision_adapter.",
+            "vision_projection.",
+            "merger.",
+            "connector.",
+            "vision_projector.",
+            "image_newline",
+            "mlp_AR.",
         ),
-        *("audio_tower", "embed_audio", "sound_encoder", "sound_projection", "mlp1", "embed_tokens_extend"),
+        *(
+            "audio_tower.",
+            "embed_audio.",
+            "sound_encoder.",
+            "sound_projection.",
+            "mlp1.",
+            "embed_tokens_extend.",
+        ),
     )
 )
 _THINKER: Final = "thinker."

@@ -142,12 +142,14 @@ def image_steps(plan: MemoryPlan, images: EncodedImages) -> Iterator[StepPlan]:
 
 def trial_image(vision: VisionConfig, side: int) -> PreparedImage:
     """Return a black image of `side` x `side` embeddings, or of the nearest size that the model takes."""
-    layout = lay_out_image(vision, side * vision.processor.unit, side * vision.processor.unit)
+    size = (side * vision.processor.unit,) * 2
+    layout = lay_out_image(vision, *size)
     return PreparedImage(
         content_hash=b"trial",
         tiles=list(layout.tiles),
         pixels=bytes(3 * sum(height * width for height, width in layout.tiles)),
         grid=layout.grid,
+        size=size,
         num_tokens=layout.num_rows,
         num_rows=layout.num_rows,
     )

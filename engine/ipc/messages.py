@@ -14,19 +14,9 @@ from .profile_messages import AskProfile, AskRows, EngineAnswer
 from .sequence_times import SequenceTimes, StepWork
 
 PrefixMissReason = Literal[
-    "off",
-    "prompt_logprobs",
-    "pooling",
-    "short",
-    "complete",
-    "new",
-    "diverged",
-    "evicted",
-    "namespace",
-    "state",
-    "late",
-    "damaged",
-]
+    "off", "prompt_logprobs", "pooling", "short", "complete", "new", "diverged", "evicted", "namespace",
+    "state", "late", "damaged",
+]  # fmt: skip
 """Reason why the prefix cache covered no more of a prompt.
 
     off               the cache is off
@@ -63,6 +53,8 @@ class PreparedImage:
     """RGB of all tiles one after another, row by row, one byte a color. Empty: those of `KeepImages`."""
     grid: tuple[int, int] = (0, 0)
     """Rows and columns of embeddings, for models with M-RoPE."""
+    size: tuple[int, int] = (0, 0)
+    """Width and height before it was resized, for models that leave out the rows of a canvas's padding."""
     start: int = 0
     """Position of its first token in the prompt."""
     num_tokens: int = 0

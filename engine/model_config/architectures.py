@@ -152,6 +152,7 @@ LANGUAGE_PARTS = {
     "MiniCPMV4_6ForConditionalGeneration": "qwen3_5_text",
     "MiniCPMV4_7ForConditionalGeneration": "qwen3_5_text",
     "NemotronH_Omni_Reasoning_V3": "nemotron_h",
+    "QianfanOCRForConditionalGeneration": "qwen3",
     "AyaVisionForConditionalGeneration": "cohere2",
     "Cohere2VisionForConditionalGeneration": "cohere2",
     "HyperCLOVAXVisionV2ForConditionalGeneration": "hyperclovax",

@@ -47,8 +47,7 @@ from .recurrent.config import RecurrentConfig
 from .rope import RopeConfig
 from .shape import ModelShape
 from .vision.config import VisionConfig
-from .vision.families import find_vision, why_no_tower
-from .vision.layout import vision_shape
+from .vision.families import find_vision, vision_shape, why_no_tower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

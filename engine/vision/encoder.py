@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as torch_functional
 
 from llmbox.kernels.ops import Ops
 
@@ -59,27 +60,32 @@ class Mistral3Projector:
 
 class PixelShuffle:
     """One to three linears over squares of patches (Idefics3, LFM2-VL, InternVL, Llama 4), or over each
-    (LLaVA).
+    (LLaVA). The first has a gate in its second half in Aya Vision and Command A Vision.
     """
 
     def __init__(self, vision: VisionConfig, weights: TowerWeights) -> None:
         self.ops, self.tower, tower = weights.ops, vision.tower, vision.tower
-        width, bias = tower.hidden_size * tower.merge**2, tower.projector_bias
+        width, bias = tower.projected_size * tower.merge**2, tower.projector_bias
         norm, *linears = tower.names.projector
         self.norm = None
         if norm and tower.projector_norm:
             self.norm = TowerNorm(weights, norm, width, tower.projector_eps, is_rms=False)
+        self.is_gated = tower.projector == "pixel_shuffle_gated"
         self.linears, names = [], [name for name in linears if name]
         for number, name in enumerate(names, 1):
-            outputs = vision.hidden_size if number == len(names) else tower.projector_size
-            self.linears.append(weights.linear((name,), outputs, width, bias=bias))
-            width = outputs
+            is_last = number == len(names)
+            outputs, half = vision.hidden_size if is_last else tower.projector_size, tower.projector_size // 2
+            order = (*range(half, outputs), *range(half)) if self.is_gated and not is_last else None
+            self.linears.append(weights.linear((name,), outputs, width, bias=bias, order=order))
+            width = half if self.is_gated else outputs
 
     def __call__(self, x_PE: Tensor, grid: tuple[int, int], _level: int) -> Tensor:
         rows = merge_squares(x_PE, grid, self.tower.merge).flatten(1)
         rows = self.ops.linear(self.linears[0], rows if self.norm is None else self.norm(rows))
+        activation = self.tower.projector_activation
         for linear in self.linears[1:]:
-            rows = self.ops.linear(linear, activate(self.tower.projector_activation, rows))
+            inner = gate(self.ops, activation, rows) if self.is_gated else activate(activation, rows)
+            rows = self.ops.linear(linear, inner)
         return rows
 
 
@@ -174,6 +180,7 @@ PROJECTORS: Final[dict[ProjectorKind, Callable[[VisionConfig, TowerWeights], Pro
     "llava": PixelShuffle,
     "pixel_shuffle": PixelShuffle,
     "pixel_shuffle_mlp": PixelShuffle,
+    "pixel_shuffle_gated": PixelShuffle,
     "llama4": PixelShuffle,
     "gemma3": GemmaProjector,
     "gemma4": GemmaProjector,
@@ -185,6 +192,8 @@ PROJECTORS: Final[dict[ProjectorKind, Callable[[VisionConfig, TowerWeights], Pro
 }
 
 CPU = torch.device("cpu")
+SHRUNK_NUMBERS: Final = 128
+"""Numbers of each embedding that are shrunk at once."""
 
 
 class VisionEncoder:
@@ -194,6 +203,8 @@ class VisionEncoder:
         self.vision = vision
         self._tower = VisionTower(vision.tower, vision.processor, weights)
         self._projector: Projector = PROJECTORS[vision.tower.projector](vision, weights)
+        newline = vision.tower.names.newline
+        self._newline_E = weights.vector(newline, vision.hidden_size) if newline else None
 
     @torch.inference_mode()
     def encode(self, image: PreparedImage) -> Generator[None, None, Tensor]:
@@ -209,7 +220,38 @@ class VisionEncoder:
             pixels = torch.frombuffer(bytearray(image.pixels[start : start + size]), dtype=torch.uint8)
             start += size
             tiles.append((yield from self._tower.run(pixels.view(height, width, 3), self._projector)))
-        return torch.cat(tiles, dim=1)
+        levels = torch.cat(tiles, dim=1) if self._newline_E is None else self._in_lines(tiles, image.size)
+        return levels if self.vision.embedding_scale == 1.0 else levels * self.vision.embedding_scale
+
+    def _in_lines(self, tiles: list[Tensor], size: tuple[int, int]) -> Tensor:
+        """Return the rows of the whole image and then those of its canvas line by line, without those of
+        its padding, and with an embedding that ends each line (LLaVA-NeXT). `size`: width and height.
+        """
+        assert self._newline_E is not None
+        whole_1RE, *tiles = tiles
+        newline_11E = self._newline_E.view(1, 1, -1)
+        if not tiles:
+            return torch.cat([whole_1RE, newline_11E], 1)
+        rules = self.vision.processor
+        side, across = rules.tile // rules.unit, rules.canvas_of(*size)[1] // rules.tile
+        tiles_YXRCE = torch.cat(tiles).view(-1, across, side, side, whole_1RE.shape[2])
+        canvas_YXE = tiles_YXRCE.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        (rows, columns), kept = rules.canvas_patches(*size)
+        top, left = (canvas_YXE.shape[0] - rows) // 2, (canvas_YXE.shape[1] - columns) // 2
+        inner_YXE = canvas_YXE[top : top + rows, left : left + columns]
+        if kept != (rows, columns):
+            inner_YXE = shrink(inner_YXE, kept)
+        lines = torch.cat([inner_YXE, newline_11E.expand(kept[0], 1, -1)], 1)
+        return torch.cat([whole_1RE, lines.flatten(0, 1).unsqueeze(0)], 1)
+
+
+def shrink(x_YXE: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return so many rows and columns by bilinear means; in float32, so a part of the numbers at once."""
+    parts = []
+    for part in torch.split(x_YXE, SHRUNK_NUMBERS, dim=2):
+        plane_1EYX = part.permute(2, 0, 1).unsqueeze(0).float()
+        parts.append(torch_functional.interpolate(plane_1EYX, size=size, mode="bilinear")[0].to(part.dtype))
+    return torch.cat(parts).permute(1, 2, 0)
 
 
 def load_vision_encoder(

@@ -103,8 +103,11 @@ class VisionTower:
         if order_P is not None:
             x_PE = x_PE[order_P]
         grid, levels = (rows, columns), dict[int, Tensor]()
+        joined = {0: x_PE} if 0 in tower.joined_layers else {}
         for number, layer in enumerate(self._layers):
             x_PE = yield from _pace(layer.run(x_PE, layout if number in tower.full_layers else windowed))
+            if number + 1 in tower.joined_layers:
+                joined[number + 1] = x_PE
             if number in tower.deepstack:
                 level = tower.deepstack.index(number) + 1
                 levels[level] = yield from self._project(project, x_PE, grid, level)
@@ -119,6 +122,8 @@ class VisionTower:
             x_PE = x_PE[torch.argsort(order_P)]
         if self._post_norm is not None:
             x_PE = self._post_norm(x_PE)
+        if tower.joined_layers:
+            x_PE = torch.cat([joined[number] for number in tower.joined_layers], dim=1)
         if self._class_1E is not None:
             x_PE = x_PE[1:]
         levels[0] = yield from self._project(project, x_PE, grid, 0)
@@ -189,7 +194,7 @@ class VisionTower:
         assert table is not None
         row_P, column_P = places_P2.unbind(1)
         found = torch.zeros(len(places_P2), self.tower.hidden_size, device=table.device)
-        taps_of = _cubic_taps if self.tower.table == "bicubic" else _taps
+        taps_of = {"bicubic": _cubic_taps, "bilinear_edges": _edge_taps}.get(self.tower.table, _taps)
         for row_taps, row_weights in taps_of(row_P, rows, side):
             for taps, weights in taps_of(column_P, columns, side):
                 index, share_P1 = row_taps * side + taps, (row_weights * weights).unsqueeze(1)
@@ -263,7 +268,15 @@ def _buckets(tower: TowerConfig, count: int, side: int) -> Tensor:
 
 def _taps(index_P: Tensor, count: int, side: int) -> list[tuple[Tensor, Tensor]]:
     """Return the two rows of a table that each patch lies between, and their weights. Corners are aligned."""
-    source = index_P.float() * (side - 1) / max(1, count - 1)
+    return _linear_taps(index_P.float() * (side - 1) / max(1, count - 1), side)
+
+
+def _edge_taps(index_P: Tensor, count: int, side: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the same where edges are aligned; rows beyond them are those at the edge."""
+    return _linear_taps((index_P.float() + 0.5) * side / count - 0.5, side)
+
+
+def _linear_taps(source: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
     low = source.floor()
     return [
         ((low.long() + step).clamp(0, side - 1), (1 - (source - low - step).abs()).clamp(min=0))

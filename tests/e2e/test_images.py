@@ -94,6 +94,7 @@ def test_a_picture_changes_the_answer_and_is_counted(client):
         ("glm4v", (60, 50), 20 + 2),
         ("llama4", (60, 50), 5 * 9 + 3 + 4),  # separators behind tiles
         ("llava_clip", (60, 50), 36),
+        ("llava_next", (60, 50), 36 + 10 * 13),  # the whole; ten lines of two by two tiles
         ("minicpmv4_6", (120, 60), 3 + 2 * 4 + 2 + 4 + 3),  # two slices, marks around them and a number
     ],
 )

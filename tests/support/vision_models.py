@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
 from llmbox.app.sandbox.image_worker import make_tiles
@@ -374,6 +375,78 @@ MODELS["llava_clip"] = (
         "crop_size": {"height": 48, "width": 48},
     },
 )
+PINPOINTS = [[48 * rows, 48 * columns] for rows, columns in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))]
+MODELS["llava_next"] = (
+    "LlavaNextForConditionalGeneration",
+    {
+        "text_config": TEXT | {"model_type": "mistral"},
+        "vision_config": SIGLIP | {"model_type": "clip_vision_model"},
+        "image_token_index": 10,
+        "image_grid_pinpoints": PINPOINTS,
+    },
+    {
+        "image_processor_type": "LlavaNextImageProcessor",
+        "size": {"shortest_edge": 48},
+        "crop_size": {"height": 48, "width": 48},
+        "image_grid_pinpoints": PINPOINTS,
+    },
+)
+MODELS["llava_onevision"] = (
+    "LlavaOnevisionForConditionalGeneration",
+    {
+        "text_config": TEXT | {"model_type": "qwen2", "num_hidden_layers": 2},
+        "vision_config": SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        "image_token_index": 10,
+        "vision_aspect_ratio": "anyres_max_2",
+        "image_grid_pinpoints": PINPOINTS,
+    },
+    {
+        "image_processor_type": "LlavaOnevisionImageProcessor",
+        "size": {"height": 48, "width": 48},
+        "image_grid_pinpoints": PINPOINTS,
+    },
+)
+MODELS["paddleocr_vl"] = (
+    "PaddleOCRVLForConditionalGeneration",
+    {
+        "text_config": TEXT | {"rope_parameters": MROPE, "tie_word_embeddings": True},
+        "vision_config": SIGLIP | {"hidden_size": 64},
+        "image_token_id": 10,
+    },
+    {
+        "image_processor_type": "PaddleOCRVLImageProcessor",
+        "patch_size": 8,
+        "size": {"shortest_edge": 500, "longest_edge": 12000},
+    },
+)
+MODELS["qianfan_ocr"] = (
+    "QianfanOCRForConditionalGeneration",
+    MODELS["internvl"][1] | {"vision_config": INTERN_VIT},
+    MODELS["internvl"][2],
+)
+SIGLIP_ALONE = SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False}
+COHERE2 = TEXT | {"model_type": "cohere2", "logit_scale": 1.0, "sliding_window": 24}
+MODELS["aya_vision"] = (
+    "AyaVisionForConditionalGeneration",
+    {"text_config": COHERE2, "vision_config": SIGLIP_ALONE, "image_token_index": 10},
+    MODELS["internvl"][2],
+)
+MODELS["cohere2_vision"] = (
+    "Cohere2VisionForConditionalGeneration",
+    {
+        "text_config": COHERE2,
+        "vision_config": SIGLIP_ALONE,
+        "alignment_intermediate_size": 40,
+        "image_token_id": 10,
+    },
+    {
+        "image_processor_type": "Cohere2VisionImageProcessor",
+        "size": {"height": 48, "width": 48},
+        "max_patches": 6,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+)
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS["glm4v_moe"] = (
     "Glm4vMoeForConditionalGeneration",
@@ -404,6 +477,12 @@ def make_vision_model(directory: Path, kind: str, **changes: Any) -> Any:
             elif each.endswith(("input_min", "output_min", "std_bias")):
                 buffer.fill_(-1.3)
     model.save_pretrained(directory)
+    if kind == "qianfan_ocr":  # transformers takes layers for those of the tower, when it writes them
+        file = directory / "model.safetensors"
+        weights = {
+            name.replace("l.model.encoder.", "l.model."): each for name, each in load_file(file).items()
+        }
+        save_file(weights, file, metadata={"format": "pt"})
     write_json(directory / "preprocessor_config.json", processor)
     return model
 
@@ -430,13 +509,14 @@ def prepare(
         tiles=list(layout.tiles),
         pixels=pixels,
         grid=layout.grid,
+        size=picture.size,
         num_tokens=layout.num_rows,
     )
 
 
 def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image.Image]) -> dict[str, Any]:
-    """Return what transformers' processor gives the model. Those of LFM2-VL, Llama 4 and Gemma 4 12B need
-    torchvision: their models get our tiles.
+    """Return what transformers' processor gives the model. Those of LFM2-VL, Llama 4, Command A Vision and
+    Gemma 4 12B need torchvision: their models get our tiles.
     """
     from transformers import AutoImageProcessor
 
@@ -444,12 +524,14 @@ def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image
         return _unified_inputs(vision, pictures)
     if vision.tower.projector == "llama4":
         return {"pixel_values": torch.cat([_llama4_tiles(vision, picture) for picture in pictures])}
+    if vision.processor.kind == "fitted_canvas":
+        return {"pixel_values": torch.cat([_our_tiles(vision, picture) for picture in pictures])}
     if vision.processor.kind != "lfm2":
         nested = [pictures] if vision.processor.kind == "tiles" else pictures
         options = {"crop_to_patches": True} if vision.processor.kind == "canvas" else {}
         inputs = AutoImageProcessor.from_pretrained(directory)(images=nested, return_tensors="pt", **options)
         counts = {"rows", "cols", "num_crops", "num_soft_tokens_per_image", "num_patches"}
-        counts |= {"grids", "num_patches_per_image"}
+        counts |= {"grids", "num_patches_per_image", "batch_num_images"}
         return {key: value for key, value in inputs.items() if key not in counts}
     side, tiles, shapes = vision.tower.patch_size, [], []
     for picture in pictures:
@@ -471,10 +553,18 @@ def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image
     }
 
 
-def _llama4_tiles(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:
+def _our_levels(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:
     layout, image = prepare(vision, picture)
     pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(-1, *layout.tiles[0], 3)
-    return ((pixels.permute(0, 3, 1, 2).bfloat16() * (1 / 255) - 0.5) / 0.5).float()
+    return pixels.permute(0, 3, 1, 2)
+
+
+def _our_tiles(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:
+    return (_our_levels(vision, picture) / 255 - 0.5) / 0.5
+
+
+def _llama4_tiles(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:
+    return ((_our_levels(vision, picture).bfloat16() * (1 / 255) - 0.5) / 0.5).float()
 
 
 def _unified_inputs(vision: VisionConfig, pictures: list[Image.Image]) -> dict[str, Any]:
@@ -508,6 +598,7 @@ SEEING_MARKS = {
     "internvl": ("<img>", "<IMG_CONTEXT>", "</img>"),
     "llama4": ("<|image_start|>", "<|patch|>", "<|image_end|>", "<|image|>", *SEPARATORS),
     "llava_clip": ("", "<image>", ""),
+    "llava_next": ("", "<image>", ""),
     "minicpmv4_6": ("", "<|image_pad|>", "", "<image>", "</image>", "<slice>", "</slice>", *NUMBERS),
 }
 """Special tokens before, for and after the rows of a picture, and others."""
@@ -531,7 +622,7 @@ def make_seeing_chat_model(directory: Path, kind: str = "qwen3_vl") -> Path:
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks if mark])
     tokenizer.save(str(directory / "tokenizer.json"))
     text = MODELS[kind][1]["text_config"] | {"vocab_size": tokenizer.get_vocab_size()}
-    key = "image_token_index" if kind == "llava_clip" else "image_token_id"
+    key = "image_token_index" if kind.startswith("llava") else "image_token_id"
     image = {key: tokenizer.token_to_id(marks[1])}
     make_vision_model(directory, kind, text_config=text, **image)
     config = json.loads((directory / "tokenizer_config.json").read_text())

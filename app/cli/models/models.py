@@ -171,8 +171,7 @@ def _describe_images(folder: Path) -> str | None:
     """Describe what an image costs, or why none is read; None for a model of texts."""
     from llmbox.engine.errors import EngineError
     from llmbox.engine.model_config.vision.config import NO_TOWER, USUAL_SIDE
-    from llmbox.engine.model_config.vision.families import find_vision
-    from llmbox.engine.model_config.vision.layout import vision_shape
+    from llmbox.engine.model_config.vision.families import find_vision, vision_shape
 
     try:
         vision, problem = find_vision(folder)

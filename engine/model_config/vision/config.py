@@ -1,28 +1,30 @@
 """Vision part of a model as data: its tower, its processor, and what the engine and the API need to know."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 PositionTable = Literal[
-    "", "whole", "buckets", "bilinear", "bicubic", "antialiased", "axes", "places", "nearest"
-]
+    "", "whole", "buckets", "bilinear", "bilinear_edges", "bicubic", "antialiased", "axes", "places",
+    "nearest",
+]  # fmt: skip
 """Learned positions of patches: none; a row for each patch; a square of rows, of which each patch takes the
-one at its fraction of the image, or a bilinear or bicubic mean, or one with antialiasing; or a row for its
-column and one for its row, from two tables, stored one after the other or side by side. The last is as the
-third, with fractions that are divided, not multiplied by an inverse."""
+one at its fraction of the image, or a bilinear mean (corners or edges aligned), a bicubic one, or one with
+antialiasing; or a row for its column and one for its row, from two tables, stored one after the other or side
+by side. The last is as the third, with fractions that are divided, not multiplied by an inverse."""
 VisionRope = Literal["", "axial", "alternating", "pairs"]
 """RoPE of rows and columns: none; the first half of the frequencies for rows; every other one; those of
 neighboring numbers, the first half for columns, counted from 1 as the class embedding has position 0.
 """
 ProjectorKind = Literal[
     "mistral3", "llava", "pixel_shuffle", "pixel_shuffle_mlp", "llama4", "gemma3", "merger", "lfm3_vl", "glm",
-    "gemma4", "gemma4_unified", "minicpmv",
+    "gemma4", "gemma4_unified", "minicpmv", "pixel_shuffle_gated",
 ]  # fmt: skip
 ResizeKind = Literal[
     "longest_edge", "tiles", "canvas", "padded_canvas", "square", "center_crop", "pixels", "glm", "lfm2",
-    "gemma4", "slices",
+    "gemma4", "slices", "anyres", "whole_units", "fitted_canvas",
 ]  # fmt: skip
 """Rule for the size of an image (`layout.py`)."""
 
@@ -71,6 +73,8 @@ class TowerNames:
     """Module of the merger between layers, where there is one."""
     conv: str = ""
     """Module of a layer with `in_proj`, `spatial_conv` and `out_proj` in place of attention."""
+    newline: str = ""
+    """Embedding that ends each line of an image, where it is a tensor."""
     projector: tuple[str, ...]
     """Norm, first and second linear of the projector, from the top; empty where there is none. A third linear
     may follow."""
@@ -153,6 +157,9 @@ class TowerConfig:
     projector_norm: bool = True
     projector_eps: float = 1e-6
     projector_activation: VisionActivation = "gelu"
+    joined_layers: tuple[int, ...] = ()
+    """Numbers of layers after which states are joined side by side for the projector; empty: all layers, and
+    their result alone."""
     deepstack: tuple[int, ...] = ()
     """Layers whose results are merged for the first layers of the language model."""
     clips: bool = False
@@ -164,6 +171,11 @@ class TowerConfig:
     def by_merge(self) -> bool:
         """True if patches that are merged stand next to each other."""
         return self.projector in {"merger", "lfm3_vl", "glm", "minicpmv"}
+
+    @property
+    def projected_size(self) -> int:
+        """Numbers of a patch that the projector reads."""
+        return self.hidden_size * max(1, len(self.joined_layers))
 
     @property
     def patches_per_row(self) -> int:
@@ -208,6 +220,10 @@ class ImageProcessorConfig:
     """True if the whole image comes after its tiles."""
     tolerance: float = 1.0
     """Factor of `most` from which on an image is cut into tiles; ratio of its edges for crops."""
+    canvases: tuple[tuple[int, int], ...] = ()
+    """(height, width) of the canvases of tiles, one of which an image is padded to (LLaVA-NeXT)."""
+    kept_tiles: int = 0
+    """Tiles that have as many patches as are kept of a larger canvas; 0: all are kept."""
     crop: int = 0
     """Least edge of the crops that follow the whole image (Gemma 3's pan and scan); 0: none follow."""
 
@@ -216,6 +232,31 @@ class ImageProcessorConfig:
         most = self.most and min(self.most, max(self.least, LOW_DETAIL**2, self.unit**2))
         longest = min(self.longest, LOW_DETAIL) if self.kind == "longest_edge" else self.longest
         return replace(self, splits=False, most=most, longest=longest)
+
+    def canvas_of(self, width: int, height: int) -> tuple[int, int]:
+        """Return the canvas on which an image keeps most pixels, the smallest of equal ones."""
+
+        def pixels(canvas: tuple[int, int]) -> tuple[int, int]:
+            scale = min(canvas[1] / width, canvas[0] / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            return kept, kept - canvas[0] * canvas[1]
+
+        return max(self.canvases, key=pixels)
+
+    def canvas_patches(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return rows and columns of an image's patches on its canvas, without those of the padding, and of
+        those that are kept of them.
+        """
+        side = self.tile // self.unit
+        rows, columns = (edge // self.tile * side for edge in self.canvas_of(width, height))
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        kept = self.kept_tiles * side**2
+        if kept and (ratio := math.sqrt(rows * columns / kept)) > 1.1:
+            return (rows, columns), (int(rows // ratio), int(columns // ratio))
+        return (rows, columns), (rows, columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +277,9 @@ class VisionConfig:
     """Texts before the image tokens of an image, between its lines and after it, where the chat template
     does not write them."""
     tile_marks: tuple[str, ...] = ()
-    """Texts before and after the image tokens of a tile, where they are not those of the image."""
+    """Texts before and after the image tokens of a tile, where they are not those of the image. Of a canvas's
+    tile its number follows the first, or GLOBAL.
+    """
     number_marks: tuple[str, ...] = ()
     """Texts around the number of an image, which stands before it; empty: images have no numbers."""
     hidden_size: int
@@ -247,6 +290,8 @@ class VisionConfig:
     """Frequencies of time, height and width (M-RoPE); empty: rows of an image have positions as text."""
     mrope_interleaved: bool = False
     """True if the frequencies of the three axes alternate, and do not follow each other."""
+    embedding_scale: float = 1.0
+    """Factor of embeddings, where the language model multiplies its inputs (Granite)."""
     is_bidirectional: bool = False
     """True if the rows of an image attend to each other in both directions."""
     bidirectional_windows: bool = False

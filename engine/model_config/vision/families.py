@@ -13,16 +13,47 @@ from ...checkpoint.index import list_vision_tensors, refuse_undeclared
 from ...checkpoint.safetensors import TensorEntry, shown
 from ...errors import ModelError
 from ..fields import Fields, text_fields, with_text_sizes
-from .config import NO_TOWER, TowerConfig, VisionConfig
+from .config import (
+    IMAGE_ROWS,
+    NO_TOWER,
+    SLICE_PATCHES,
+    USUAL_SIDE,
+    TowerConfig,
+    VisionConfig,
+    VisionShape,
+)
 from .fields import VisionFields, VisionFiles, VisionRule
 from .gemma import gemma3, gemma4, gemma4_unified
-from .llava import lighton_ocr, llava, mistral3
-from .merged_patches import exaone4_5, glm4v, glm_ocr, lfm3_vl, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
-from .tiles import idefics3, internvl, lfm2_vl, llama4, minicpmv
+from .layout import lay_out_image
+from .llava import (
+    aya_vision,
+    cohere2_vision,
+    lighton_ocr,
+    llava,
+    llava_next,
+    llava_onevision,
+    mistral3,
+)
+from .merged_patches import (
+    exaone4_5,
+    glm4v,
+    glm_ocr,
+    lfm3_vl,
+    paddleocr_vl,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_5,
+    qwen3_vl,
+)
+from .tiles import idefics3, internvl, lfm2_vl, llama4, minicpmv, qianfan_ocr
 
 VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "mistral3": mistral3,
     "llava": llava,
+    "llava_next": llava_next,
+    "llava_onevision": llava_onevision,
+    "aya_vision": aya_vision,
+    "cohere2_vision": cohere2_vision,
     "idefics3": idefics3,
     "smolvlm": idefics3,
     "gemma3": gemma3,
@@ -41,10 +72,12 @@ VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "glm4v_moe": glm4v,
     "glm46v": glm4v,
     "internvl": internvl,
+    "qianfan_ocr": qianfan_ocr,
     "llama4": llama4,
     "minicpmv4_6": minicpmv,
     "exaone4_5": exaone4_5,
     "lighton_ocr": lighton_ocr,
+    "paddleocr_vl": paddleocr_vl,
 }
 _NESTED: Final = "image_processor"
 """Key of processor_config.json with what preprocessor_config.json has alone."""
@@ -132,6 +165,29 @@ def _read(directory: Path, name: str) -> VisionFields:
     return VisionFields(read_json(file) if file.exists() else {}, str(file))
 
 
+def vision_shape(vision: VisionConfig) -> VisionShape:
+    """Return what memory plans count of a tower."""
+    tower, rules, hidden = vision.tower, vision.processor, vision.tower.hidden_size
+    usual = lay_out_image(vision, USUAL_SIDE, USUAL_SIDE).num_rows
+    limits = (-(-rules.tile // rules.unit)) ** 2, rules.most // rules.unit**2
+    canvas = max((tall * wide for tall, wide in rules.canvases), default=0) // rules.unit**2
+    return VisionShape(
+        params=vision.num_params,
+        row=vision.hidden_size * (1 + vision.deepstack_levels),
+        patch_numbers=tower.patches_per_row
+        * (14 if tower.conv_layers else 7 + 2 * len(tower.joined_layers))
+        * hidden,
+        row_bytes=tower.patches_per_row
+        * ((8 * tower.head_dim if tower.rope else 0) + 6 * tower.patch_size**2),
+        tower_rows=min(IMAGE_ROWS, max(limits) or IMAGE_ROWS),
+        # Twice the embeddings of a canvas: those of its tiles, and the same in lines.
+        slice_numbers=SLICE_PATCHES * max(6 * hidden, 2 * hidden + 3 * tower.intermediate_size)
+        + 2 * canvas * vision.hidden_size,
+        whole_rows=max(usual, rules.most // rules.unit**2) if vision.is_bidirectional else 0,
+        usual_rows=usual,
+    )
+
+
 Tensors = Iterator[tuple[str, tuple[int, ...]]]
 """(name, shape); kernels of convolutions are matrices of outputs by everything else."""
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
@@ -140,7 +196,7 @@ BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 def list_tower_tensors(tower: TowerConfig, out: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors by name. `out`: width of the language model."""
-    return dict((*_tower_tensors(tower), *_projector_tensors(tower, out)))
+    return dict((*_tower_tensors(tower, out), *_projector_tensors(tower, out)))
 
 
 def check_vision_tensors(
@@ -182,7 +238,7 @@ def _norm(name: str, size: int, *, is_rms: bool) -> Tensors:
         yield f"{name}.bias", (size,)
 
 
-def _tower_tensors(tower: TowerConfig) -> Tensors:
+def _tower_tensors(tower: TowerConfig, out: int) -> Tensors:
     names, hidden, rms = tower.names, tower.hidden_size, tower.is_rms
     patch = 3 * tower.frames * tower.patch_size**2
     yield from _linear(names.patch, hidden, patch, bias=tower.patch_bias)
@@ -195,6 +251,8 @@ def _tower_tensors(tower: TowerConfig) -> Tensors:
         rows = tower.table_rows
         pairs = {"places": (rows, 2, hidden), "axes": (2, rows, hidden)}
         yield names.table, pairs.get(tower.table, (rows + bool(names.class_embedding), hidden))
+    if names.newline:
+        yield names.newline, (out,)
     if names.pre_norm:
         yield from _norm(names.pre_norm, hidden, is_rms=rms)
     for number in range(tower.num_layers):
@@ -264,7 +322,7 @@ def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
             yield from _linear(first, inner, hidden, bias=bias)
             yield from _linear(second, out, inner, bias=bias)
         case "llava":
-            yield from _linear(first, inner, hidden, bias=bias)
+            yield from _linear(first, inner, tower.projected_size, bias=bias)
             yield from _linear(second, out, inner, bias=bias)
         case "pixel_shuffle":
             yield from _linear(first, out, merged, bias=False)
@@ -276,6 +334,11 @@ def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
                 yield from _norm(norm, merged, is_rms=False)
             yield from _linear(first, inner, merged, bias=bias)
             yield from _linear(second, out, inner, bias=bias)
+        case "pixel_shuffle_gated":
+            if norm:
+                yield from _norm(norm, merged, is_rms=False)
+            yield from _linear(first, inner, merged, bias=True)
+            yield from _linear(second, out, inner // 2, bias=True)
         case "llama4":
             yield from _linear(first, inner, merged, bias=False)
             yield from _linear(second, inner, inner, bias=False)

@@ -136,15 +136,21 @@ class VisionFiles:
                 return self.model.integer(key)
         return default
 
-    def feature_layer(self, count: int, default: int = -1) -> int:
-        """Return how many layers are run for the states that the projector reads. `default`: as in files."""
+    def feature_layers(self, count: int, default: int = -1) -> tuple[int, ...]:
+        """Return after how many layers the projector reads states, which it joins. `default`: as in files."""
         key = "vision_feature_layer"
         value = self.model.raw.get(key, default)
-        if isinstance(value, list) and len(value) == 1:
-            value = value[0]
-        if not isinstance(value, int) or isinstance(value, bool) or not -count <= value <= count:
-            raise self.model.error(f"{key} {show(value)} is not supported, only one of {count} layers")
-        return value if value >= 0 else count + 1 + value
+        values = value if isinstance(value, list) and len(value) <= MAX_LAYERS else [value]
+        if not values or not all(type(each) is int and -count - 1 <= each <= count for each in values):
+            raise self.model.error(f"{key} {show(value)} is not supported, only some of {count} layers")
+        return tuple(each if each >= 0 else count + 1 + each for each in values)
+
+    def feature_layer(self, count: int, default: int = -1) -> int:
+        """Return how many layers are run for the states that the projector reads."""
+        layers = self.feature_layers(count, default)
+        if len(layers) > 1:
+            raise self.model.error(f"vision_feature_layer {show(list(layers))} is not supported, only one")
+        return layers[0]
 
     def mrope(self, default: tuple[int, ...], *, interleaved: bool) -> dict[str, Any]:
         """Return the sections of M-RoPE, with their defaults."""

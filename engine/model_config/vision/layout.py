@@ -6,18 +6,11 @@ trained with.
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from .config import (
-    IMAGE_ROWS,
-    SLICE_PATCHES,
-    USUAL_SIDE,
-    ImageLayout,
-    ImageProcessorConfig,
-    VisionConfig,
-    VisionShape,
-)
+from .config import ImageLayout, ImageProcessorConfig, ResizeKind, VisionConfig
 
 LARGEST_EDGE: Final = 4096
 """Longest edge of Idefics3's first resize."""
@@ -40,16 +33,8 @@ def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: 
     if width < 1 or height < 1:
         raise ImageSizeError(f"an image of {width} x {height} pixels has none")
     processor, side = vision.processor, vision.processor.unit
-    if processor.kind == "tiles":
-        return _idefics3_layout(vision, *tiles_of(processor, width, height)[1:])
-    if processor.kind == "lfm2":
-        return _lfm2_layout(vision, width, height)
-    if processor.kind == "canvas":
-        return _canvas_layout(vision, width, height)
-    if processor.kind == "padded_canvas":
-        return _padded_canvas_layout(vision, width, height)
-    if processor.kind == "slices":
-        return _slices_layout(vision, width, height)
+    if (rule := _LAYOUTS.get(processor.kind)) is not None:
+        return rule(vision, width, height)
     tall, wide = resized(processor, width, height)
     rows, columns = tall // side, wide // side
     text = vision.start + vision.line_end.join([vision.image_text * columns] * rows) + vision.end
@@ -72,6 +57,8 @@ def resized(processor: ImageProcessorConfig, width: int, height: int) -> tuple[i
             return _gemma4_size(processor, width, height)
         case "glm":
             return _glm_size(processor, width, height)
+        case "whole_units":
+            return _whole_units_size(processor, width, height)
         case "lfm2":
             return _limited_size(processor, width, height, at_least=True)
         case _:
@@ -158,6 +145,17 @@ def _glm_size(processor: ImageProcessorConfig, width: int, height: int) -> tuple
     return _limited_size(processor, width, height, frames=2)
 
 
+def _whole_units_size(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Enlarge each edge to one unit first (PaddleOCR-VL)."""
+    unit = processor.unit
+    if height < unit:
+        width, height = round(width * unit / height), unit
+    if width < unit:
+        width, height = unit, round(height * unit / width)
+    _refuse_ratio(width, height)
+    return _limited_size(processor, width, height)
+
+
 def _gemma4_size(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
     """Return the largest size in whole units within `most` pixels that keeps the ratio of the edges."""
     unit, most = processor.unit, processor.most
@@ -178,21 +176,19 @@ def tiles_of(
     """Return Idefics3's two sizes (height, width) of the whole image, one after the other, and its rows and
     columns of tiles; none where one tile has all of it.
     """
-    ratio = width / height
+    ratio, edge = width / height, processor.longest
     if width >= height:
-        wide = processor.longest
-        tall = int(wide / ratio)
+        tall, wide = int(edge / ratio), edge
         tall += tall % 2
     else:
-        tall = processor.longest
-        wide = int(tall * ratio)
+        tall, wide = edge, int(edge * ratio)
         wide += wide % 2
     tall, wide = max(tall, 1), max(wide, 1)
     ratio = wide / tall
-    if wide >= tall and wide > LARGEST_EDGE:
-        wide, tall = LARGEST_EDGE, int(LARGEST_EDGE / ratio)
-    elif tall > wide and tall > LARGEST_EDGE:
-        tall, wide = LARGEST_EDGE, int(LARGEST_EDGE * ratio)
+    if max(tall, wide) > LARGEST_EDGE:
+        is_wide = wide >= tall
+        tall = int(LARGEST_EDGE / ratio) if is_wide else LARGEST_EDGE
+        wide = LARGEST_EDGE if is_wide else int(LARGEST_EDGE * ratio)
     first, tile = (max(tall, 1), max(wide, 1)), processor.tile
     if not processor.splits:
         return [first, (tile, tile)], 0, 0
@@ -210,7 +206,8 @@ def tiles_of(
     return sizes, (tall - tile) // tile + 1, (wide - tile) // tile + 1
 
 
-def _idefics3_layout(vision: VisionConfig, rows: int, columns: int) -> ImageLayout:
+def _idefics3_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
+    _, rows, columns = tiles_of(vision.processor, width, height)
     tile, tower = vision.processor.tile, vision.tower
     each = (tile // tower.patch_size // tower.merge) ** 2
     tokens, edge = vision.image_text * each, vision.start
@@ -254,13 +251,18 @@ def closest_tiles(processor: ImageProcessorConfig, width: int, height: int) -> t
 def _canvas_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
     """Return equal tiles and, after several, the whole image in the size of one (InternVL)."""
     processor, tower = vision.processor, vision.tower
-    rows, columns = closest_tiles(processor, width, height) if processor.splits else (1, 1)
+    grid_of = padded_canvas if processor.kind == "fitted_canvas" else closest_tiles
+    rows, columns = grid_of(processor, width, height) if processor.splits else (1, 1)
     count = 1 if rows * columns == 1 else rows * columns + 1
-    num_rows = count * (processor.tile // tower.patch_size // tower.merge) ** 2
+    each = (processor.tile // tower.patch_size // tower.merge) ** 2
+    before, after = vision.tile_marks or ("", "")
+    names = [*range(1, count), "GLOBAL"] if before else [""] * count
     return ImageLayout(
         tiles=((processor.tile,) * 2,) * count,
-        num_rows=num_rows,
-        text=vision.start + vision.image_text * num_rows + vision.end,
+        num_rows=count * each,
+        text=vision.start
+        + "".join(f"{before}{name}{vision.image_text * each}{after}" for name in names)
+        + vision.end,
         tile_grid=(rows, columns) if count > 1 else (0, 0),
     )
 
@@ -270,20 +272,17 @@ def _lfm2_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
     rows, columns = lfm2_tiles(processor, width, height)
     whole, side = resized(processor, width, height), processor.unit
     of_whole, of_tile = (whole[0] // side) * (whole[1] // side), (processor.tile // side) ** 2
-    if rows * columns <= 1:
-        tiles: tuple[tuple[int, int], ...] = (whole,)
-        if rows:  # a single tile, without a thumbnail
-            tiles, of_whole = ((processor.tile, processor.tile),), of_tile
-        text = vision.start + token * of_whole + vision.end
-        return ImageLayout(tiles=tiles, num_rows=of_whole, text=text, tile_grid=(rows, columns))
-    count = rows * columns
+    count, tile = rows * columns, (processor.tile, processor.tile)
+    if count <= 1:
+        only, each = (tile, of_tile) if rows else (whole, of_whole)  # a single tile has no thumbnail
+        text = vision.start + token * each + vision.end
+        return ImageLayout(tiles=(only,), num_rows=each, text=text, tile_grid=(rows, columns))
     text = "".join(
         f"<|img_row_{row}_col_{column}|>{token * of_tile}"
         for row in range(1, rows + 1)
         for column in range(1, columns + 1)
     )
-    tiles = ((processor.tile, processor.tile),) * count
-    num_rows = count * of_tile
+    tiles, num_rows = (tile,) * count, count * of_tile
     if processor.thumbnail:
         text = f"{text}<|img_thumbnail|>{token * of_whole}"
         tiles, num_rows = (*tiles, whole), num_rows + of_whole
@@ -344,18 +343,17 @@ def _slices_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout
 
 
 def padded_canvas(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
-    """Return rows and columns of Llama 4's canvas: the one that enlarges an image least, or else shrinks it
-    least; the smallest of several. Scales are compared in float32, as by its processor.
+    """Return rows and columns of the canvas that enlarges an image least, or else shrinks it least, and of
+    several the smallest. Llama 4's processor, which pads images, compares scales in float32.
     """
     tile, most = processor.tile, processor.tile_counts[1] if processor.splits else 1
-    scales = {
-        (rows, columns): float32(min(columns * tile / width, rows * tile / height))
-        for rows in range(1, most + 1)
-        for columns in range(1, most // rows + 1)
-    }
-    larger = [scale for scale in scales.values() if scale >= 1]
-    chosen = min(larger) if larger else max(scales.values())
-    return min((shape for shape in scales if scales[shape] == chosen), key=math.prod)
+    is_padded = processor.kind == "padded_canvas"
+    shapes = [(rows, columns) for rows in range(1, most + 1) for columns in range(1, most // rows + 1)]
+    shapes.sort(key=lambda shape: (math.prod(shape), shape[0 if is_padded else 1]))
+    number = float32 if is_padded else float
+    scales = [number(min(columns * tile / width, rows * tile / height)) for rows, columns in shapes]
+    larger = [scale for scale in scales if scale >= 1]
+    return shapes[scales.index(min(larger) if larger else max(scales))]
 
 
 def float32(number: float) -> float:
@@ -378,18 +376,25 @@ def _padded_canvas_layout(vision: VisionConfig, width: int, height: int) -> Imag
     )
 
 
-def vision_shape(vision: VisionConfig) -> VisionShape:
-    tower, rules, hidden = vision.tower, vision.processor, vision.tower.hidden_size
-    usual = lay_out_image(vision, USUAL_SIDE, USUAL_SIDE).num_rows
-    limits = (-(-rules.tile // rules.unit)) ** 2, rules.most // rules.unit**2
-    return VisionShape(
-        params=vision.num_params,
-        row=vision.hidden_size * (1 + vision.deepstack_levels),
-        patch_numbers=tower.patches_per_row * (14 if tower.conv_layers else 7) * hidden,
-        row_bytes=tower.patches_per_row
-        * ((8 * tower.head_dim if tower.rope else 0) + 6 * tower.patch_size**2),
-        tower_rows=min(IMAGE_ROWS, max(limits) or IMAGE_ROWS),
-        slice_numbers=SLICE_PATCHES * max(6 * hidden, 2 * hidden + 3 * tower.intermediate_size),
-        whole_rows=max(usual, rules.most // rules.unit**2) if vision.is_bidirectional else 0,
-        usual_rows=usual,
-    )
+def _anyres_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
+    """Return the whole image in the size of a tile, and then the tiles of its canvas (LLaVA-NeXT)."""
+    processor, count, tile_grid, in_lines = vision.processor, 1, (0, 0), 1
+    if processor.splits:
+        tall, wide = processor.canvas_of(width, height)
+        tile_grid = tall // processor.tile, wide // processor.tile
+        rows, columns = processor.canvas_patches(width, height)[1]
+        count, in_lines = 1 + tile_grid[0] * tile_grid[1], rows * (columns + 1)
+    num_rows = (processor.tile // processor.unit) ** 2 + in_lines
+    tiles, text = ((processor.tile, processor.tile),) * count, vision.image_text * num_rows
+    return ImageLayout(tiles=tiles, num_rows=num_rows, text=text, tile_grid=tile_grid)
+
+
+_LAYOUTS: Final[dict[ResizeKind, Callable[[VisionConfig, int, int], ImageLayout]]] = {
+    "tiles": _idefics3_layout,
+    "lfm2": _lfm2_layout,
+    "canvas": _canvas_layout,
+    "fitted_canvas": _canvas_layout,
+    "padded_canvas": _padded_canvas_layout,
+    "slices": _slices_layout,
+    "anyres": _anyres_layout,
+}

@@ -5,7 +5,16 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ..fields import MAX_WIDTH
-from .config import CLIP_MEAN, CLIP_STD, MAX_SIDE, ImageProcessorConfig, TowerConfig, TowerNames, VisionConfig
+from .config import (
+    CLIP_MEAN,
+    CLIP_STD,
+    MAX_SIDE,
+    ImageProcessorConfig,
+    ResizeKind,
+    TowerConfig,
+    TowerNames,
+    VisionConfig,
+)
 from .fields import MAX_PIXELS, VisionFiles
 
 _QWEN_NAMES: Final = {
@@ -31,6 +40,7 @@ def _qwen(
     mrope: Mapping[str, Any],
     defaults: tuple[int, int, int],
     mark: str = "<|image_pad|>",
+    kind: ResizeKind = "pixels",
 ) -> VisionConfig:
     """Build the config of a family with merged patches. `defaults`: id of the image token, least and most
     pixels.
@@ -47,7 +57,7 @@ def _qwen(
     if most < max(least, unit**2):
         raise rules.error(f"at most {most} pixels an image are fewer than {max(least, unit**2)}")
     processor = ImageProcessorConfig(
-        kind="glm" if tower.projector == "glm" else "pixels",
+        kind="glm" if tower.projector == "glm" else kind,
         unit=unit,
         least=least,
         most=most,
@@ -279,3 +289,31 @@ def lfm3_vl(files: VisionFiles) -> VisionConfig:
     )
     mark = files.token_text("image_token", "<|image_pad|>")
     return _qwen(files, "LFM3-VL", tower, {}, (125030, 56 * 56, 28 * 28 * 1280), mark)
+
+
+def paddleocr_vl(files: VisionFiles) -> VisionConfig:
+    """Read PaddleOCR-VL: SigLIP with RoPE, and positions that images of any size share."""
+    fields = files.tower
+    sizes = fields.sizes(width=1152, inner=4304, layers=27)
+    merge = fields.integer("spatial_merge_size", 2, most=64)
+    tower = TowerConfig(
+        **sizes,
+        names=TowerNames.siglip(
+            "visual.vision_model.", *(f"mlp_AR.{name}" for name in ("pre_norm", "linear_1", "linear_2"))
+        ),
+        activation=fields.activation("gelu_pytorch_tanh"),
+        eps=fields.number("layer_norm_eps", 1e-6),
+        table="bilinear_edges",
+        table_rows=(fields.side("image_size", 384) // sizes["patch_size"]) ** 2,
+        rope="axial",
+        rope_theta=fields.rope_theta(),
+        merge=merge,
+        projector="lfm3_vl",
+        projector_size=sizes["hidden_size"] * merge**2,
+        projector_bias=True,
+        projector_eps=1e-5,
+    )
+    mrope = files.mrope((16, 24, 24), interleaved=False)
+    mark = files.token_text("image_token", "<|IMAGE_PLACEHOLDER|>")
+    limits = 100295, 384 * 384, 1536 * 1536
+    return _qwen(files, "PaddleOCR-VL", tower, mrope, limits, mark, "whole_units")

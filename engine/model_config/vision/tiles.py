@@ -1,4 +1,4 @@
-"""Families that cut large images into tiles: Idefics3, InternVL, Llama 4, LFM2-VL, MiniCPM-V."""
+"""Families that cut large images into tiles: Idefics3, InternVL, Qianfan-OCR, Llama 4, LFM2-VL, MiniCPM-V."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from .config import (
     TowerNames,
     VisionConfig,
 )
-from .fields import VisionFiles
+from .fields import VisionFields, VisionFiles
 
 
 def idefics3(files: VisionFiles) -> VisionConfig:
@@ -182,6 +182,27 @@ def internvl(files: VisionFiles) -> VisionConfig:
         start=files.token_text("start_image_token", "<img>"),
         end=files.token_text("end_image_token", "</img>"),
     )
+
+
+def qianfan_ocr(files: VisionFiles) -> VisionConfig:
+    """Read Qianfan-OCR: that of InternVL under the names that InternVL's own checkpoints have."""
+    if files.tower.flag("use_qk_norm", default=False):
+        raise files.tower.error("use_qk_norm true is not supported")
+    raw = {"attention_bias": True, **files.tower.raw}
+    found = internvl(replace(files, tower=VisionFields(raw, files.tower.where)))
+    at = "vision_model."
+    names = TowerNames(
+        patch=f"{at}embeddings.patch_embedding",
+        layers=f"{at}encoder.layers",
+        class_embedding=f"{at}embeddings.class_embedding",
+        table=f"{at}embeddings.position_embedding",
+        attention_scale="ls1",
+        mlp_scale="ls2",
+        stacked="attn.qkv",
+        projector=("mlp1.0", "mlp1.1", "mlp1.3"),
+    )
+    tower = replace(found.tower, names=names)
+    return replace(found, family="Qianfan-OCR", placeholder="<image>", tower=tower)
 
 
 def llama4(files: VisionFiles) -> VisionConfig:

@@ -13,6 +13,7 @@ from llmbox.app.errors import ApiError
 from llmbox.app.images import reader
 from llmbox.app.images.source import ImageSource
 from llmbox.app.sandbox.worker import ATTACHED
+from llmbox.app.util.threads import CALLER
 
 
 @dataclass
@@ -50,14 +51,16 @@ def picture(content: bytes) -> ImageSource:
 
 
 def reply(size: int) -> dict[str, object]:
-    return {"hashes": ["00"], "tiles": [], "grid": (0, 0), "num_rows": 1, "text": "", ATTACHED: bytes(size)}
+    layout = {"hashes": ["00"], "tiles": [], "grid": (0, 0), "size": (1, 1), "num_rows": 1, "text": ""}
+    return layout | {ATTACHED: bytes(size)}
 
 
 async def read(
     images: reader.ImageReader, content: bytes, lease: reader.ImageLease, caller: str = ""
 ) -> None:
+    CALLER.set(caller)
     limits = LimitSettings()
-    await images.read([picture(content)], Facts(), limits, lease, may_fetch=False, caller=caller)
+    await images.read([picture(content)], Facts(), limits, lease, may_fetch=False)
 
 
 async def test_requests_that_are_prepared_count_for_the_memory_of_open_pictures(monkeypatch):
@@ -113,13 +116,14 @@ async def test_slow_pictures_of_one_caller_leave_a_worker_to_others(monkeypatch)
         assert not any(task.done() for task in slow)
         go_on.set()
         await asyncio.gather(*slow)
-        assert not images._pool._shares
+        assert not images._pool._slots._held
 
 
 def test_crops_are_pictures_of_their_own_with_places_of_their_own():
     """Gemma 3's pan and scan: each attends to itself in both directions, and is kept by its own hash."""
     tiles = [(4, 4)] * 3
     told = {"hashes": ["00", "01", "02"], "tiles": tiles, "grid": (1, 2), "num_rows": 6, "text": ""}
+    told |= {"size": (4, 3)}
     pixels = bytes(range(144))
     decoded = reader._decoded({**told, ATTACHED: pixels})
     ids = [5, 9, 9, 5, 9, 9, 9, 9, 5]

@@ -128,11 +128,48 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "crop_size": {"height": 336, "width": 336},
         },
     },
+    "llava_next": {
+        "model": {"vision_config": CLIP_LARGE},
+        "processor": {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": 336},
+            "crop_size": {"height": 336, "width": 336},
+        },
+    },
+    "llava_onevision": {
+        "model": {"vision_config": {"image_size": 384, "patch_size": 14}},
+        "processor": {
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "size": {"height": 384, "width": 384},
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+    },
     "glm4v": {
         "model": {"vision_config": {"out_hidden_size": 64}},
         "processor": {
             "image_processor_type": "Glm4vImageProcessor",
             "size": {"shortest_edge": 12544, "longest_edge": 9633792},
+        },
+    },
+    "aya_vision": {
+        "model": {"vision_config": {"image_size": 364, "patch_size": 14}},
+        "processor": {
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 364, "width": 364},
+            "crop_to_patches": True,
+            "max_patches": 12,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+    },
+    "paddleocr_vl": {
+        "model": {"vision_config": {"image_size": 384}},
+        "processor": {
+            "image_processor_type": "PaddleOCRVLImageProcessor",
+            "min_pixels": 147384,
+            "max_pixels": 2822400,
+            "temporal_patch_size": 1,
         },
     },
     "glm_ocr": {
@@ -165,6 +202,8 @@ def tiles_of_transformers(directory: Path, vision: VisionConfig, picture: Any) -
     if "image_grid_thw" in found:
         _, rows, columns = found["image_grid_thw"][0]
         side, merge, frames = vision.tower.patch_size, vision.tower.merge, vision.tower.frames
+        if values.ndim == 4:  # PaddleOCR-VL's patches are line by line
+            merge = 1
         shape = (rows // merge, columns // merge, merge, merge, 3, frames, side, side)
         values = values.reshape(shape)[:, :, :, :, :, 0].transpose(4, 0, 2, 5, 1, 3, 6)
         values = values.reshape(1, 3, rows * side, columns * side)

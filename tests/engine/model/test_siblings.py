@@ -167,6 +167,7 @@ MUSE_TOWER |= {"patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4}
 MUSE = {"num_hidden_layers": 5, "sliding_window": 19, "post_norm_eps": 1e-3, "rms_norm_eps": 1e-4}
 SIGLIP = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 SIGLIP |= {"patch_size": 4, "image_size": 16}
+PADDLE_ROPE = {"rope_theta": 5000.0, "rope_type": "default", "mrope_section": [2, 3, 3]}
 COHERE2 = FAMILIES["cohere2"] | {"logit_scale": 1.0}  # transformers leaves it out of models that see
 SIGLIP_MODEL = SIGLIP | {"model_type": "siglip_vision_model"}
 HEARING = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
@@ -208,19 +209,21 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         GLM_TOWER | {"fullatt_block_indexes": [0]},
         SIBLINGS["hyperclovax"] | {"model_type": "hyperclovax"},
     ),
-    "llava_next": ("llava_next", SIGLIP_MODEL, {"model_type": "mistral", "sliding_window": 19}),
-    "llava_onevision": ("llava_onevision", SIGLIP_MODEL, {"model_type": "qwen2"}),
     "vipllava": ("vipllava", SIGLIP_MODEL, {"model_type": "llama"}),
     "voxtral": ("voxtral", HEARING, {"model_type": "llama"}),
     "qwen2_audio": ("qwen2_audio", HEARING, {"model_type": "qwen2"}),
+    "paddleocr_vl": (
+        "paddleocr_vl",
+        SIGLIP,
+        {"model_type": "paddleocr_vl_text", "use_bias": True, "rope_parameters": PADDLE_ROPE},
+    ),
     "minicpmv4_7": ("minicpmv4_7", SIGLIP, DELTA | {"model_type": "qwen3_5_text"}),
     "internvl-qwen2": ("internvl", INTERNVL, {"model_type": "qwen2"}),
     "internvl-qwen3_moe": ("internvl", INTERNVL, MOE | {"model_type": "qwen3_moe"}),
 }
 """Kind, tower and `text_config`."""
-BLIND = {"muse_glimmer", "kimi_k25", "nemotron_h_omni", "minicpmv4_7", "cohere2_vision"}
-BLIND |= {"cohere2_vision-moe", "aya_vision", "hyperclovax_vision_v2", "llava_next"}
-BLIND |= {"aria", "llava_onevision", "vipllava"}
+BLIND = {"muse_glimmer", "kimi_k25", "nemotron_h_omni", "minicpmv4_7"}
+BLIND |= {"aria", "hyperclovax_vision_v2", "vipllava"}
 """Those whose tower does not run."""
 
 
@@ -251,6 +254,16 @@ def test_the_language_part_beside_a_tower(tmp_path: Path, name: str) -> None:
         assert found.vision is not None
         assert found.vision.tower.num_layers == 1
     compare(tmp_path, theirs)
+    if name == "paddleocr_vl":  # as published: flat, and with Python code, which is not run
+        raw = json.loads((tmp_path / "config.json").read_text())
+        flat = {**raw.pop("text_config"), **raw} | {"model_type": "paddleocr_vl"}
+        flat["rope_scaling"] = flat.pop("rope_parameters")
+        flat["rope_theta"] = flat["rope_scaling"].pop("rope_theta")
+        flat["vision_config"]["model_type"] = "paddleocr_vl"
+        code = "modeling_paddleocr_vl.PaddleOCRVLForConditionalGeneration"
+        flat["auto_map"] = {"AutoModelForCausalLM": code}
+        (tmp_path / "config.json").write_text(json.dumps(flat))
+        assert parse_config(tmp_path) == found
 
 
 @pytest.mark.parametrize("tied", [True, False])

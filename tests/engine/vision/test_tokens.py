@@ -12,6 +12,7 @@ from llmbox.engine.ipc.messages import AddRequest
 from support.real_engines import ask, load, tokens
 from support.vision_models import (
     MODELS,
+    TEXT,
     draw_picture,
     make_vision_model,
     prepare,
@@ -24,7 +25,8 @@ SIZES = [(50, 40), (131, 70)]
 MANY = 12
 WITHOUT_TOKEN_TYPES = {
     *("mistral3", "llava", "idefics3", "lfm2_vl", "internvl", "llama4"),
-    *("lighton_ocr", "minicpmv4_6", "exaone4_5"),
+    *("lighton_ocr", "minicpmv4_6", "exaone4_5", "llava_next", "llava_onevision"),
+    *("qianfan_ocr", "aya_vision", "cohere2_vision"),
 }
 """Models whose `forward` takes no types of tokens."""
 
@@ -78,15 +80,25 @@ def masks_of_generate(model: Any, ids: torch.Tensor, kinds: torch.Tensor) -> Any
     )
 
 
-def both_directions(kind: str) -> dict[str, Any]:
-    """Return the change by which pictures of Gemma 4 attend in both directions, in sliding windows alone."""
-    return {"text_config": MODELS[kind][1]["text_config"] | {"use_bidirectional_attention": "vision"}}
+GRANITE = {"model_type": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.4}
+VARIANTS: dict[str, dict[str, Any]] = {
+    # in sliding windows alone
+    "gemma4 in both directions": {
+        "text_config": MODELS["gemma4"][1]["text_config"] | {"use_bidirectional_attention": "vision"}
+    },
+    "llava_next as Granite Vision": {
+        "text_config": TEXT | GRANITE | {"attention_multiplier": 0.2, "logits_scaling": 2.0},
+        "vision_config": MODELS["llava_onevision"][1]["vision_config"],
+        "vision_feature_layer": [-3, -2, -1],
+        "vision_feature_select_strategy": "full",
+    },
+}
+"""Changes of a model's config."""
 
 
-@pytest.mark.parametrize("kind", [*MODELS, "gemma4 in both directions"])
+@pytest.mark.parametrize("kind", [*MODELS, *VARIANTS])
 def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    changes = both_directions("gemma4") if " " in kind else {}
-    model = make_vision_model(tmp_path, kind.partition(" ")[0], **changes)
+    model = make_vision_model(tmp_path, kind.partition(" ")[0], **VARIANTS.get(kind, {}))
     request, pictures = prompt_with(tmp_path)
     vision = read_vision(tmp_path)
     assert vision is not None
