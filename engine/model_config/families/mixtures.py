@@ -1,4 +1,6 @@
-"""Mixtures of experts with rules of their own: Cohere 2 MoE, Flint, Kolibri 1, Laguna and MiMo V2 Flash."""
+"""Mixtures of experts with rules of their own: Cohere 2 MoE, Flint, Kolibri 1, Laguna and MiMo V2 Flash; the
+text of Qwen3-Omni.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,13 +18,22 @@ from ..attention import (
     windows_by_type,
 )
 from ..fields import Fields, raw_rope, show
-from ..moe import ExpertsConfig, deepseek_v3_experts, layers_after_dense, selected_of, sparse_layers
+from ..moe import (
+    ExpertsConfig,
+    deepseek_v3_experts,
+    layers_after_dense,
+    qwen3_moe_experts,
+    selected_of,
+    sparse_layers,
+)
 from ..rope import (
     LayerRopes,
     RopeConfig,
     interleaved_rope,
+    one_rope,
     partial_ropes_by_type,
     rope_of_sliding_layers,
+    rope_of_texts,
 )
 
 PATTERNS = (("prefix_dense_", 1), ("", 4))
@@ -243,6 +254,18 @@ _LAGUNA_ROPES: Mapping[str, Any] = {
 }
 
 MIXTURES: dict[str, Architecture] = {
+    **dict.fromkeys(
+        ("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+        Architecture(
+            model_type="qwen3_omni_moe_text",
+            defaults={"rope_theta": 1e6, "num_experts": 128, "norm_topk_prob": True},
+            attention_bias=True,
+            qk_norm="heads",
+            ropes=rope_of_texts(one_rope),
+            experts=qwen3_moe_experts,
+            is_nested=True,
+        ),
+    ),
     "Cohere2MoeForCausalLM": Architecture(
         model_type="cohere2_moe",
         defaults={
