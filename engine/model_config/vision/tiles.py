@@ -225,10 +225,11 @@ def internvl_chat(files: VisionFiles) -> VisionConfig:
             processor=VisionFields(processor, rules.where),
         )
     )
-    norms = {"query_norm": "attn.q_norm", "key_norm": "attn.k_norm"} if has_norms else {}
+    norms = ("attn.q_norm", "attn.k_norm") if has_norms else ("", "")
+    names = replace(_OWN_NAMES, query_norm=norms[0], key_norm=norms[1])
     return replace(
         found,
-        tower=replace(found.tower, names=replace(_OWN_NAMES, **norms)),
+        tower=replace(found.tower, names=names),
         image_token_id=files.token_id(found.image_text),
         placeholder="<image>",
     )
