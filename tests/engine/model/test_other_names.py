@@ -15,6 +15,7 @@ from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config.config import parse_config
 from llmbox.engine.model_config.expected_tensors import check_weights
+from llmbox.engine.planning.performance_model import rank_shape
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
 from support.families import COMMON, LATENT, MOE, make_family, randomize
@@ -346,9 +347,20 @@ def test_layers_of_a_decilm_lack_attention_or_the_mlp(tmp_path: Path) -> None:
     check_weights(str(model), config, list_tensors(model))
     assert config.num_parameters == sum(prod(entry.shape) for entry in list_tensors(model).values())
     assert config.shape().kv_bytes_per_token("float32") == 2 * 3 * 2 * 16 * 4
+    assert [rank_shape(config.shape(), 1, pp).kv_layers for pp in (2, 5)] == [2, 1]
     compare(model, theirs)
     quantize(model, tmp_path / "int8", QUANTS["int8"], 1, lambda _done, _total: None)
     assert tokens(load(tmp_path / "int8"), [PROMPT]) == tokens(load(model, quant="int8"), [PROMPT])
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}])
+def test_stacks_of_an_internlm_2_on_several_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    fields, changed, keys = LLAMAS["internlm2.InternLM2ForCausalLM"]
+    model = make_family(tmp_path, "llama", **fields)
+    rewrite(model, changed, {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2"} | keys)
+    assert tokens(load_ranks(model, monkeypatch, **options), [PROMPT]) == tokens(load(model), [PROMPT])
 
 
 @pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}, {"pp": 5}, {"tp": 2, "pp": 5}])
