@@ -127,7 +127,7 @@ def test_variants_of_intern_vit(tmp_path: Path, tower: dict[str, Any], side: int
 
 def is_vision(name: str) -> bool:
     parts = ("vision_", "visual", "multi_modal_projector", "connector", "embed_vision", "merger")
-    parts += ("image_newline", "mlp_AR", "mlp1.")
+    parts += ("image_newline", "mlp_AR", "mlp1.", "mm_projector")
     return any(part in name for part in parts)
 
 
