@@ -18,6 +18,7 @@ from typing import Final
 import psutil
 from litestar.types import ControllerRouterHandler
 
+from llmbox.engine.hardware.proc import map_large_blocks
 from llmbox.engine.ipc.spawn import ForkServer, SpawnedProcess
 
 from ..control.controller import DaemonController, Failure
@@ -141,6 +142,7 @@ async def serve_until_stopped(
     _handle_signals(control)
     gc.freeze()  # imported objects stay: collections need not scan them
     gc.set_threshold(*_COLLECTIONS)
+    map_large_blocks()
     control.library.downloads.restore()
     services.batches.start(partial(send_in_process, app))
     loading = asyncio.create_task(_load_first(control, plan.models))

@@ -83,7 +83,8 @@ def check_torch(_: Program) -> Iterator[Finding]:
 def check_machine(_: Program) -> Iterator[Finding]:
     machine = read_machine()
     cpu, memory = machine.cpu, machine.memory
-    wide = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in cpu.features]
+    named = ("avx2", "avx_vnni", "avx512f", "avx512_bf16", "amx_bf16")
+    wide = [name for name in named if name in cpu.features]
     yield Finding(
         "cpu", "ok", f"{cpu.model}, {cpu.cores} cores, {' '.join(wide) or 'no vector extensions known'}"
     )

@@ -391,7 +391,7 @@ def _record(request: OpenRequest, status: int, code: str, output_hash: str) -> R
         fingerprint=system_fingerprint(generation.model),
         trace_id=_trace_id(generation.clock),
         content="kept" if generation.keep is not None else "",
-        **asdict(usage),
+        **usage.counts(),
     )
 
 

@@ -5,7 +5,7 @@ whose key is revoked.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -197,7 +197,7 @@ class OpenRequest:
             tokens_per_second=usage.output_tokens / decoding if decoding > 0 else None,
             resumes=self.resumes,
             prefix_end=self.prefix_end,
-            **asdict(usage),
+            **usage.counts(),
         )
 
     def _delta(self, sequence: ChoiceStream, output: RequestOutput) -> Delta:

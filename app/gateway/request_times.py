@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _MOST_STALLS: Final = 1000
 NO_TIMES: Final = PhaseTimes()
+_PHASE_FIELDS: Final = tuple(each.name for each in fields(PhaseTimes))
 
 
 @dataclass(slots=True)
@@ -116,7 +117,7 @@ def _phases(times: SequenceTimes | None, end: float) -> dict[str, Any]:
 def _phase(phase: PhaseTimes, kept: float) -> PhaseRecord:
     if phase == NO_TIMES:
         return NO_PHASE
-    values = [getattr(phase, each.name) for each in fields(phase)]
+    values = [getattr(phase, name) for name in _PHASE_FIELDS]
     return PhaseRecord(*(micro(value * kept) if isinstance(value, float) else value for value in values))
 
 

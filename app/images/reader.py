@@ -110,12 +110,8 @@ class ImageReader:
         lease: ImageLease,
         *,
         may_fetch: bool,
-        caller: str = "",
     ) -> list[DecodedImage]:
-        """Fetch and decode images. Raises ApiError: 400 with the place of one that cannot be used, 429.
-
-        `caller`: callers have equal shares of the workers.
-        """
+        """Fetch and decode images. Raises ApiError: 400 with the place of one that cannot be used, 429."""
         facts = msgspec.json.encode(replace(vision, tensors={})).decode()
         found, size, left = [], 0, MOST_FETCH_SECONDS
         for source in sources:
@@ -123,7 +119,7 @@ class ImageReader:
                 started = time.monotonic()
                 data = await self._data(source, limits, left, may_fetch=may_fetch)
                 left -= time.monotonic() - started
-                decoded = await self._decode(data, facts, source, limits, caller)
+                decoded = await self._decode(data, facts, source, limits)
             except (FetchError, ValueError) as error:
                 raise image_error(source.param, str(error)) from None
             size += decoded.nbytes
@@ -153,7 +149,7 @@ class ImageReader:
         return await fetch_image(source.url, limits.image_bytes, seconds=max(0.0, min(left, FETCH_SECONDS)))
 
     async def _decode(
-        self, data: bytes, facts: str, source: ImageSource, limits: LimitSettings, caller: str
+        self, data: bytes, facts: str, source: ImageSource, limits: LimitSettings
     ) -> DecodedImage:
         if not data:
             raise ValueError("it is empty")
@@ -167,8 +163,7 @@ class ImageReader:
             self._kept.move_to_end(key)
             return kept
         frame = await asyncio.to_thread(to_frame, job | {ATTACHED: data})
-        async with self._pool.share(caller):
-            reply = await self._pool.answer_frame(frame)
+        reply = await self._pool.answer_frame(frame)
         if "error" in reply:
             raise ValueError(reply["error"])
         decoded = _decoded(reply)

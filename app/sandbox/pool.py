@@ -15,13 +15,14 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from llmbox.engine.hardware.proc import read_state
 
 from ..errors import ApiError, unavailable
+from ..util.threads import FairSlots
 from .worker import ATTACHED
 
 ATTEMPT_SECONDS, SECOND_ATTEMPT_SECONDS = 1.2, 0.8
@@ -33,7 +34,7 @@ LONGEST_SECONDS = 60.0
 MUCH_CPU = 0.1
 """CPU seconds after which a failed job counts as expensive: ordinary jobs take some milliseconds."""
 MOST_WAITING = 2048
-"""Jobs that may wait for a worker; one more is refused."""
+"""Jobs that may wait for a worker. One more is refused, unless its caller has less than a fair share."""
 WAIT_SECONDS = 30.0
 """Time to wait for a free worker."""
 MOST_REPLIES = 32
@@ -53,18 +54,13 @@ class WorkerPool:
         most_per_caller: int = 1,
     ) -> None:
         """Create an empty pool. `module` lies under `llmbox.app.sandbox` and runs as a program
-        (`worker.py`). `seconds`: time of each attempt. `most_per_caller`: jobs of one caller within `share`.
+        (`worker.py`). `seconds`: time of each attempt. `most_per_caller`: workers that one caller may have.
         """
         self._module = module
         self._seconds = seconds
-        self._slots = asyncio.Semaphore(size)
+        self._slots = FairSlots(size, most_per_caller)
         self._idle: list[Process] = []
         self._busy: set[Process] = set()
-        self._waiting = 0
-        self._most_per_caller = most_per_caller
-        self._shares: dict[str, asyncio.Semaphore] = {}
-        """Share of the workers by caller, while it has jobs."""
-        self._jobs: Counter[str] = Counter()
 
     async def answer(self, job: bytes) -> dict[str, Any]:
         """Return the worker's answer, or an object with `error`. Raises ApiError 503 where no worker lasts or
@@ -75,47 +71,27 @@ class WorkerPool:
 
     async def answer_frame(self, frame: bytes) -> dict[str, Any]:
         """Send an encoded frame (`worker.to_frame`), otherwise like `answer`."""
-        await self._wait_for_slot()
-        try:
+        async with self._slot():
             for seconds in self._seconds:
                 reply = await self._try(frame, seconds)
                 if reply is not None:
                     return reply
-        finally:
-            self._slots.release()
         raise _no_worker()
 
     @contextlib.asynccontextmanager
-    async def share(self, caller: str) -> AsyncIterator[None]:
-        """Wait until few enough jobs of the caller are with the workers. Raises ApiError 503."""
-        share = self._shares.setdefault(caller, asyncio.Semaphore(self._most_per_caller))
-        self._jobs[caller] += 1
-        try:
-            try:
-                async with asyncio.timeout(WAIT_SECONDS):
-                    await share.acquire()
-            except TimeoutError:
-                raise workers_busy() from None
-            try:
-                yield
-            finally:
-                share.release()
-        finally:
-            self._jobs[caller] -= 1
-            if not self._jobs[caller]:
-                del self._jobs[caller], self._shares[caller]
-
-    async def _wait_for_slot(self) -> None:
-        if self._waiting >= MOST_WAITING:
+    async def _slot(self) -> AsyncIterator[None]:
+        """Hold a slot for a worker. Raises ApiError 503 where none becomes free in time."""
+        if not self._slots.has_room(MOST_WAITING):
             raise workers_busy()
-        self._waiting += 1
         try:
             async with asyncio.timeout(WAIT_SECONDS):
-                await self._slots.acquire()
+                caller = await self._slots.acquire()
         except TimeoutError:
             raise workers_busy() from None
+        try:
+            yield
         finally:
-            self._waiting -= 1
+            self._slots.release(caller)
 
     async def close(self) -> None:
         for worker in [*self._idle, *self._busy]:
@@ -276,8 +252,8 @@ def job(template: str, variables: dict[str, Any]) -> bytes:
 
 
 class TemplatePool(WorkerPool):
-    def __init__(self, size: int = 2) -> None:
-        super().__init__("template_worker", size)
+    def __init__(self, size: int = 3) -> None:
+        super().__init__("template_worker", size, most_per_caller=size - 1)
 
     async def render(self, job: bytes) -> str:
         """Render the text of a `job`. Raises ApiError 400 where the template refuses, fails or takes too
@@ -304,15 +280,14 @@ class GrammarPool(WorkerPool):
         self._replies: OrderedDict[bytes, dict[str, str]] = OrderedDict()
         """Latest replies by digest of the job: agents send the same tools with every request."""
 
-    async def compile_grammars(self, grammars: list[dict[str, Any]], param: str, caller: str = "") -> str:
+    async def compile_grammars(self, grammars: list[dict[str, Any]], param: str) -> str:
         """Compile grammars for `SamplingParams.grammar`. Raises ApiError 400 with `param` for grammars that
-        no text can follow, or that take too much. One job of a caller is with the worker at a time.
+        no text can follow, or that take too much.
         """
         job = json.dumps({"grammars": grammars}).encode()
         digest = hashlib.sha256(job).digest()
         if (reply := self._replies.get(digest)) is None:
-            async with self.share(caller):
-                reply = await self.answer(job)
+            reply = await self.answer(job)
         if "error" in reply:
             why = " ".join(reply["error"].split())
             raise ApiError(

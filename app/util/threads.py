@@ -1,15 +1,105 @@
-"""Threads for work whose time grows with its input, so that the event loop stays responsive."""
+"""Threads for work whose time grows with its input, so that the event loop stays responsive; fair turns."""
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
+from typing import Final, TypeVar
 
 T = TypeVar("T")
 
 SMALL = 2000
 """Characters or tokens that are processed on the loop: about the time that a thread switch takes."""
+
+
+CALLER: Final = ContextVar("caller", default="")
+"""Tenant of the request that this task works for (`Identity.tenant`); empty for the daemon itself."""
+
+
+class FairSlots:
+    """Semaphore with fair shares: a free slot goes to the waiting caller that holds the fewest; of several,
+    to the one that was served the longest ago. Belongs to one event loop.
+    """
+
+    def __init__(self, size: int, most_per_caller: int) -> None:
+        """`most_per_caller`: slots that one caller may hold, also while others are free."""
+        self._free, self._most = size, most_per_caller
+        self._held: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._turns = 0
+        self._last_turn: dict[str, int] = {}
+        """Number of the last turn of each caller that holds a slot or waits."""
+
+    @contextlib.asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        """Hold a slot."""
+        caller = await self.acquire()
+        try:
+            yield
+        finally:
+            self.release(caller)
+
+    def has_room(self, most: int) -> bool:
+        """Return whether `CALLER` may wait: not where `most` do, unless it has less than its share."""
+        if sum(map(len, self._waiting.values())) < most:
+            return True
+        return len(self._waiting.get(CALLER.get(), ())) * len(self._waiting) < most
+
+    async def acquire(self) -> str:
+        """Take a slot for `CALLER`, which is returned for `release`."""
+        caller = CALLER.get()
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, deque()).append(turn)
+        self._serve()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._leave(caller, turn)
+            else:
+                self.release(caller)
+            raise
+        return caller
+
+    def release(self, caller: str) -> None:
+        self._held[caller] -= 1
+        self._free += 1
+        self._forget(caller)
+        self._serve()
+
+    def _leave(self, caller: str, turn: "asyncio.Future[None]") -> None:
+        turns = self._waiting.get(caller, deque())
+        if turn in turns:
+            turns.remove(turn)
+            self._forget(caller)
+
+    def _forget(self, caller: str) -> None:
+        """Forget what a caller no longer has."""
+        if not self._waiting.get(caller):
+            self._waiting.pop(caller, None)
+            if not self._held[caller]:
+                self._held.pop(caller, None)
+                self._last_turn.pop(caller, None)
+
+    def _serve(self) -> None:
+        """Give free slots to callers that wait."""
+        while self._free and self._waiting:
+            caller = min(self._waiting, key=self._rank)
+            if self._held[caller] >= self._most:
+                return
+            turn = self._waiting[caller].popleft()
+            if not turn.done():  # else its task was cancelled, and has not run since
+                self._free -= 1
+                self._held[caller] += 1
+                self._turns += 1
+                self._last_turn[caller] = self._turns
+                turn.set_result(None)
+            self._forget(caller)
+
+    def _rank(self, caller: str) -> tuple[int, int]:
+        return self._held[caller], self._last_turn.get(caller, 0)
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:

@@ -30,7 +30,10 @@ MEDUSA = "medusa_lm_head.safetensors"
 """File of Medusa heads."""
 QUANTIZED_DTYPES = frozenset(STORED_BYTES)
 """Dtypes of tensors that need scales."""
-NOT_NEEDED = (".rotary_emb.inv_freq", "score.weight", *OF_KEYS_AND_VALUES, *BOUNDS, *CAUSAL_MASKS)
+NOT_NEEDED = (
+    *(".rotary_emb.inv_freq", "score.weight"),
+    *(*OF_KEYS_AND_VALUES, *BOUNDS, *CAUSAL_MASKS),
+)
 """Suffixes of tensors that are ignored. Older checkpoints store the first, which is computed from
 config.json. The second belongs to a head that the engine does not run (`model_config/config.py`)."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")

@@ -1,5 +1,6 @@
 """Names of tensors: those of a causal language model, for names that families give them in checkpoints."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,9 @@ _LANGUAGE = {
     "language_model.backbone.norm_f.": "model.norm.",
     "language_model.backbone.": "model.",
     "language_model.lm_head.": "lm_head.",
+    "language_model.output.": "output.",
+    "model.language_model.lm_head.": "lm_head.",
+    "model.language_model.model.": "model.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
 }
@@ -36,12 +40,26 @@ VISION = tuple(
             "vision_projection.",
             "merger.",
             "connector.",
+            "vision_projector.",
             "image_newline",
             "mlp_AR.",
         ),
-        *("audio_tower.", "embed_audio.", "sound_encoder.", "sound_projection.", "mlp1."),
+        *(
+            "audio_tower.",
+            "embed_audio.",
+            "sound_encoder.",
+            "sound_projection.",
+            "mlp1.",
+            "embed_tokens_extend.",
+        ),
     )
 )
+_THINKER: Final = "thinker."
+"""Prefix of the part of a Qwen-Omni that makes text. Others make speech."""
+_BASE: Final = ".base_layer."
+"""Part of the names of linears for which a checkpoint has adapters too, as Phi-4-multimodal for images and
+speech. Texts do not pass these."""
+_ADAPTED: Final = re.compile(r"\.lora_[AB]\.")
 _INNER_TOWER = "vision_tower.vision_model."
 _LIGHTON: Final = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector."}
 """Parts of LightOnOCR, and those of Mistral 3."""
@@ -57,6 +75,14 @@ _SPELLED = {
 }
 """Parts of names in checkpoints of Nemotron-H, OLMo-hybrid and Kolibri 1, and those of others."""
 _DENSE: Final = {".dense_h_to_4h.": ".up_proj.", ".dense_4h_to_h.": ".down_proj."}
+_OPT_LAYER: Final = {
+    ".self_attn_layer_norm.": ".input_layernorm.",
+    ".final_layer_norm.": ".post_attention_layernorm.",
+    ".out_proj.": ".o_proj.",
+    ".fc1.": ".mlp.up_proj.",
+    ".fc2.": ".mlp.down_proj.",
+}
+_INTERNLM2: Final = "model.tok_embeddings.weight"
 _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt_neox.embed_in.weight": {
         "gpt_neox.embed_in.": "model.embed_tokens.",
@@ -89,6 +115,8 @@ _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
         ".attn.attention.": ".attn.",
         **{f".attn.{part}_proj.": f".self_attn.{part}_proj." for part in "qkv"},
         ".attn.out_proj.": ".self_attn.o_proj.",
+        ".c_fc_0.": ".gate_proj.",
+        ".c_fc_1.": ".up_proj.",
         ".c_fc.": ".up_proj.",
         ".c_proj.": ".down_proj.",
         ".fc_in.": ".up_proj.",
@@ -103,19 +131,35 @@ _SPELLED_BY: Final[Mapping[str, Mapping[str, str]]] = {
         ".attention.": ".self_attn.",
         ".gate.expert_bias": ".gate.e_score_correction_bias",
     },
+    _INTERNLM2: {
+        "model.tok_embeddings.": "model.embed_tokens.",
+        "output.": "lm_head.",
+        ".attention.wqkv.": ".self_attn.qkv_proj.",
+        ".attention.wo.": ".self_attn.o_proj.",
+        ".attention_norm.": ".input_layernorm.",
+        ".ffn_norm.": ".post_attention_layernorm.",
+        ".feed_forward.w1.": ".mlp.gate_proj.",
+        ".feed_forward.w3.": ".mlp.up_proj.",
+        ".feed_forward.w2.": ".mlp.down_proj.",
+    },
     "model.decoder.embed_tokens.weight": {
         "model.decoder.final_layer_norm.": "model.norm.",
         "model.decoder.": "model.",
-        ".self_attn_layer_norm.": ".input_layernorm.",
-        ".final_layer_norm.": ".post_attention_layernorm.",
-        ".out_proj.": ".o_proj.",
-        ".fc1.": ".mlp.up_proj.",
-        ".fc2.": ".mlp.down_proj.",
+        **_OPT_LAYER,
+    },
+    "biogpt.embed_tokens.weight": {
+        "biogpt.layer_norm.": "model.norm.",
+        "biogpt.": "model.",
+        "output_projection.": "lm_head.",
+        **_OPT_LAYER,
     },
 }
-"""The same for GPT-NeoX, Falcon, the GPT-2 family (`_GPT2`), Ling and OPT, by the name of their embedding."""
+"""The same for GPT-NeoX, Falcon, the GPT-2 family (`_GPT2`), Ling, InternLM 2, OPT and BioGPT, by the name of
+their embedding."""
 _GPT2: Final = "transformer.", "wte.weight"
-"""Prefix that some checkpoints have, and the embedding of GPT-2, GPT-Neo, GPT-J and GPTBigCode."""
+"""Prefix that some checkpoints have, and the embedding of GPT-2, GPT-Neo, GPT-J, GPTBigCode and EXAONE 3."""
+_OPT: Final = "decoder.embed_tokens.weight"
+"""Embedding of an OPT as it was published, without `model.`."""
 _OF_OTHER_SPELLING = (
     *("backbone.embeddings.weight", "model.embeddings.weight", ".attention_layer_norm.weight"),
     ".moe.router.expert_bias",
@@ -134,13 +178,23 @@ def full_names(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the tensors by their names in a causal language model. A checkpoint without a head omits the
     prefix `model.`, a vision-language checkpoint has longer prefixes.
     """
+    if any(name.startswith(_THINKER) for name in entries):
+        entries = {name: entry for name, entry in entries.items() if name.startswith(_THINKER)}
+        return full_names(renamed(entries, lambda name: name.removeprefix(_THINKER)))
+    if any(_BASE in name for name in entries):
+        entries = {name: entry for name, entry in entries.items() if not _ADAPTED.search(name)}
+        return full_names(renamed(entries, lambda name: name.replace(_BASE, ".")))
     if any(name.startswith((*_LANGUAGE, *VISION)) for name in entries):
-        return language_part(entries)
+        entries = language_part(entries)
+        if _INTERNLM2 not in entries:
+            return entries
     if any(name.endswith(_OF_OTHER_SPELLING) for name in entries):
         return renamed(entries, usual_name)
     prefix, table = _GPT2
     if prefix + table in entries:
         entries = renamed(entries, lambda name: name.removeprefix(prefix))
+    if _OPT in entries:
+        entries = renamed(entries, lambda name: f"{_INSIDE}{name}" if name.startswith("decoder.") else name)
     for sign, parts in _SPELLED_BY.items():
         if sign in entries:
             return inputs_first(renamed(entries, partial(respelled, parts)))
@@ -199,7 +253,8 @@ def names_in_files(entries: Mapping[str, TensorEntry]) -> Callable[[str], str]:
     the parts of a quantized linear. Names stay where files have another order of rows and columns.
     """
     stays = any(
-        each.is_transposed or each.name.startswith((*_LANGUAGE, *VISION)) for each in entries.values()
+        each.is_transposed or each.name.startswith((*_LANGUAGE, *VISION, _THINKER)) or _BASE in each.name
+        for each in entries.values()
     )
 
     def name_in_files(name: str) -> str:

@@ -32,7 +32,7 @@ class PreemptionPolicy:
         for class_end in CLASS_ENDS:
             if self._flows.has_running(class_end):
                 yield from self._victims_of_better(class_end, running)
-        head = self._waiting.choose({}, better_than=ALL_BANDS)
+        head, _ = self._waiting.choose({}, better_than=ALL_BANDS)
         while head is not None and self._lacks_place(head, running):
             if (victim := self._pick(self._beyond_share(head, running))) is None:
                 break
@@ -49,7 +49,7 @@ class PreemptionPolicy:
             if (victim := pick()) is None:
                 return
             yield victim
-        head = self._waiting.choose({}, better_than=class_end)
+        head, _ = self._waiting.choose({}, better_than=class_end)
         while head is not None and running and not self._kv_cache.fits(head):
             if (victim := pick()) is None:
                 return

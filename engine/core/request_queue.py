@@ -200,9 +200,12 @@ class WaitingQueue:
             if self._is_present(request):
                 self.push(request)
 
-    def choose(self, prompts: Mapping[Flow, list[Request]], better_than: int) -> Request | None:
-        """Return the request to serve next: one of the running `prompts` (newest first in each list), or a
-        waiting request of a band below `better_than`. None if there is neither.
+    def choose(
+        self, prompts: Mapping[Flow, list[Request]], better_than: int
+    ) -> tuple[Request | None, bool]:
+        """Return the request to serve next, and whether its age lifts it over better bands: one of the running
+        `prompts` (newest first in each list), or a waiting request of a band below `better_than`. None if
+        there is neither.
         """
         best: tuple[float, int, Request] | None = None
         bands = []
@@ -210,6 +213,8 @@ class WaitingQueue:
             first: tuple[int, int, float, Request] | None = None
             oldest = float("inf")
             for flow in flows:
+                if not (flow.queued or prompts):
+                    continue
                 request = self._first_of(flow, prompts.get(flow), waiting=band < better_than)
                 if request is None:
                     continue
@@ -223,12 +228,7 @@ class WaitingQueue:
                 place = since + band * self._ageing_seconds, band, first[-1]
                 if best is None or place < best:
                     best = place
-        if best is None:
-            return None
-        _, band, request = best
-        if band > min(bands):
-            request.num_protected = request.num_output + LIFTED_TOKENS
-        return request
+        return (None, False) if best is None else (best[-1], best[1] > min(bands))
 
     def _first_of(self, flow: Flow, prompts: list[Request] | None, *, waiting: bool) -> Request | None:
         running = prompts[-1] if prompts else None

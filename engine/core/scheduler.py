@@ -22,7 +22,7 @@ from .kv_cache.handover import DECODE_PROMPT_TOKENS
 from .kv_cache.manager import KVCacheManager
 from .preemption import RunningRequests
 from .request import Request
-from .request_queue import ALL_BANDS, NO_BAND, Flow, Flows, WaitingQueue, is_premium
+from .request_queue import ALL_BANDS, LIFTED_TOKENS, NO_BAND, Flow, Flows, WaitingQueue, is_premium
 from .speculation.draft_scheduler import DraftScheduler
 from .speculation.proposer import Proposer
 from .step import (
@@ -103,8 +103,8 @@ class Scheduler:
         """Queue a request whose id is not present. Raises `DoesNotFit` if it can never be served."""
         self.kv_cache.refuse_impossible(request)
         # Unique, so that "newest" and "first come" are decided even when the clock does not advance.
-        self._last_arrival = max(self._clock(), math.nextafter(self._last_arrival, math.inf))
-        request.arrived_at = self._last_arrival
+        request.arrived_at = max(self._clock(), math.nextafter(self._last_arrival, math.inf))
+        self._last_arrival = request.arrived_at
         request.choose_factors(self.config.short_context)
         sibling = self._sibling(request)
         self.ledger.begin(request, sibling)
@@ -119,8 +119,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> bool:
         """Remove a waiting or running request and free its blocks at once. False if there is none."""
-        request = self._requests.get(request_id)
-        if request is not None:
+        if (request := self._requests.get(request_id)) is not None:
             self._remove(request)
         return request is not None
 
@@ -172,8 +171,7 @@ class Scheduler:
         may_prefill = prompts or (self._waiting and len(self._running) < self.config.max_running)
         if pipeline.ahead and not may_prefill and self.drafting.awaits_tokens(self._running.values()):
             return plan
-        mixed = self.config.mixed_budget if decoding else 0
-        budget = pipeline.share(mixed or self.config.token_budget)
+        budget = pipeline.share((self.config.mixed_budget if decoding else 0) or self.config.token_budget)
         express = has_prompts and not self._was_express
         self._was_express = express and self._schedule_express(plan, budget, decoding, prompts, pipeline)
         if not self._was_express:
@@ -256,7 +254,7 @@ class Scheduler:
         while budget > 0 or (static and better_than == ALL_BANDS):
             if len(self._running) >= self.config.max_running:
                 better_than = NO_BAND
-            chosen = self._waiting.choose(by_flow, better_than)
+            chosen, is_lifted = self._waiting.choose(by_flow, better_than)
             if chosen is None:
                 break
             if chosen.request_id in self._running:
@@ -266,6 +264,8 @@ class Scheduler:
             elif not self._admit(plan, chosen):
                 better_than = NO_BAND if self._waiting.has_starved(chosen) else chosen.flow.band
                 continue
+            if is_lifted:
+                chosen.num_protected = chosen.num_output + LIFTED_TOKENS
             budget = self._schedule_prompt(plan, budget, chosen)
 
     def _schedule_prompt(self, plan: StepPlan, budget: int, request: Request) -> int:

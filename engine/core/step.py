@@ -73,7 +73,7 @@ def schedule_tokens(request: Request, tokens: int, remaining: int) -> ScheduledR
     return row
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPlan:
     """Work of one step: rows of prefill and decode together, within the token budget.
 
@@ -100,7 +100,7 @@ class SampledToken:
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """Result of one step, by request id. A sampling row is in exactly one of `tokens` and `failed`."""
 

@@ -2,8 +2,6 @@
 it for the daemon.
 """
 
-import contextlib
-import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,6 +20,7 @@ from ..config import EngineConfig
 from ..distributed.communicator import SINGLE, TensorParallel
 from ..errors import ModelError
 from ..gguf.folder import gguf_of
+from ..hardware.proc import trim_heap
 from ..ipc.messages import ModelInfo
 from ..model.decoder import Decoder
 from ..model.encoder import Encoder
@@ -49,8 +48,7 @@ def memory_in_use(device: torch.device) -> int | None:
     """
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
-    with contextlib.suppress(OSError, AttributeError):  # glibc only
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:

@@ -26,7 +26,7 @@ from ..device.host_experts import with_host_experts
 from ..distributed.communicator import TensorParallel
 from ..errors import DeviceError, EngineError
 from ..hardware.machine import read_machine
-from ..hardware.proc import await_exits
+from ..hardware.proc import EXIT_SECONDS, await_exits
 from ..model.decoder import Decoder
 from ..model.encoder import Encoder
 from ..model.rotary import Rotary
@@ -47,8 +47,6 @@ from .workers import cores_of_rank
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KV_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-EXIT_SECONDS = 3.0
-"""Most seconds to wait for the engines that leave for this one, which their daemon kills after two."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,8 @@ ARCHITECTURES: Final = {
     "mistral3": GgufArchitecture(name="Ministral3ForCausalLM", has_pairs=True, fields=mistral3_fields),
     "mistral4": GgufArchitecture(name="Mistral4ForCausalLM", fields=mistral4_fields),
     "phi3": GgufArchitecture(name="Phi3ForCausalLM", layer=STACKED, is_partial=True, fields=phi3_fields),
+    "internlm2": _LLAMA,
+    "minicpm": _GRANITE,
     "granite": _GRANITE,
     "granitemoe": replace(_GRANITE, name="GraniteMoeForCausalLM"),
     "granitehybrid": replace(
@@ -174,6 +176,7 @@ ARCHITECTURES: Final = {
     "olmo": GgufArchitecture(name="OlmoForCausalLM", has_pairs=True, fields=olmo_fields),
     "olmo2": GgufArchitecture(name="Olmo2ForCausalLM", layer=SANDWICH, fields=olmo2_fields),
     "olmoe": GgufArchitecture(name="OlmoeForCausalLM", fields=olmoe_fields),
+    "exaone": replace(_LLAMA, has_pairs=False),
     "exaone4": GgufArchitecture(name="Exaone4ForCausalLM", layer=SANDWICH, fields=windows_by_type),
     "command-r": _COHERE,
     "cohere2": replace(_COHERE, name="Cohere2ForCausalLM"),
@@ -208,7 +211,8 @@ ARCHITECTURES: Final = {
     "jina-bert-v2": replace(_BERT, name="JinaBertModel", fields=jina_fields),
     "jina-bert-v3": replace(_BERT, name="JinaEmbeddingsV3Model"),
 }
-"""Architectures by GGUF's name. Mistral and Mixtral are called llama, Kimi K2 and GLM-4.7-Flash deepseek2,
+"""Architectures by GGUF's name. Files of EXAONE 3 and InternLM 2 have the tensors of a Llama, those of a
+MiniCPM those of a Granite. Mistral and Mixtral are called llama, Kimi K2 and GLM-4.7-Flash deepseek2,
 RoBERTa and XLM-R bert, without the rows of positions that stand for padding.
 Texts of a Qwen-VL are those of a Qwen: its file holds the language part, and positions in images are not
 used.

@@ -66,19 +66,19 @@ def selected_experts(gguf: GgufFile) -> tuple[int, int]:
     return gguf.integer("expert_count"), gguf.integer("expert_used_count")
 
 
-def multipliers(gguf: GgufFile) -> Config:
-    """Return the multipliers of a Granite."""
+def multipliers(gguf: GgufFile, config: Config) -> Config:
+    """Return the multipliers of a Granite, or a MiniCPM, whose files do not have that of attention."""
     names = {
-        "attention_multiplier": "attention.scale",
         "embedding_multiplier": "embedding_scale",
         "residual_multiplier": "residual_scale",
         "logits_scaling": "logit_scale",
     }
-    return {name: gguf.number(key, 1.0) for name, key in names.items()}
+    attention = {"attention_multiplier": gguf.number("attention.scale", config["head_dim"] ** -0.5)}
+    return attention | {name: gguf.number(key, 1.0) for name, key in names.items()}
 
 
-def granite_fields(gguf: GgufFile, _config: Config) -> Config:
-    found = multipliers(gguf) | _window(gguf)
+def granite_fields(gguf: GgufFile, config: Config) -> Config:
+    found = multipliers(gguf, config) | _window(gguf)
     if gguf.value("expert_count"):
         count, per_token = selected_experts(gguf)
         found |= {"num_local_experts": count, "num_experts_per_tok": per_token}

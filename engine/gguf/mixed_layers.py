@@ -230,7 +230,7 @@ def granite_hybrid_fields(gguf: GgufFile, config: Config) -> Config:
     experts = selected_experts(gguf) if has_experts else (0, 0)
     if not turns:
         config["rope_parameters"] = None
-    return multipliers(gguf) | {
+    return multipliers(gguf, config) | {
         "layer_types": [FULL if heads else LINEAR for heads in attention],
         "position_embedding_type": "rope" if turns else "nope",
         "num_local_experts": experts[0],

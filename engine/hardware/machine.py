@@ -17,7 +17,17 @@ from typing import Final
 
 from .gpus import Gpu, GpuModel, read_gpus, read_nvlink
 
-_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve")
+_FEATURES = (
+    "avx2",
+    "avx_vnni",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "asimd",
+    "sve",
+)
 _SYS_CPU = Path("/sys/devices/system/cpu")
 
 

@@ -19,6 +19,9 @@ from typing import Final, NoReturn
 
 log = logging.getLogger("llmbox.engine")
 
+EXIT_SECONDS: Final = 3.0
+"""Most seconds to wait for the engines that leave for another one, which their daemon kills after two."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
@@ -134,6 +137,24 @@ def bind_to_parent(parent: int) -> None:
             log.debug("oom_score_adj stays as it is: %s", error)
     if os.getppid() != parent:  # it died before prctl could watch it
         raise SystemExit(0)
+
+
+_M_MMAP_THRESHOLD: Final = -3  # of malloc.h
+_LARGE_BLOCK: Final = 1 << 20
+
+
+def map_large_blocks() -> None:
+    """Make glibc give each block of 1 MiB or more pages of its own, which go back when it is freed. Otherwise
+    it raises this bound to 32 MiB as such blocks are freed, and keeps them between small ones.
+    """
+    with suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+
+
+def trim_heap() -> None:
+    """Return the free pages of the C heap to the kernel: every thread's arena keeps its own."""
+    with suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 _CRASHED: Final = 70  # EX_SOFTWARE

@@ -54,6 +54,7 @@ _TAGS: Final[dict[type, int]] = {
     HandedBlocks: 0x88,
     WeightRows: 0x89,
 }
+_TAG_BYTES: Final = {kind: bytes([tag]) for kind, tag in _TAGS.items()}
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
@@ -67,14 +68,11 @@ class FrameTooLarge(TransportError):  # noqa: N818 - named for what happened
 
 def encode(message: Message, max_frame: int = MAX_FRAME) -> bytes:
     """Encode a message as one frame. Raises FrameTooLarge."""
-    frame = bytearray(_HEADER.size + 1)
-    frame[_HEADER.size] = _TAGS[type(message)]
-    _encoder.encode_into(message, frame, _HEADER.size + 1)
-    length = len(frame) - _HEADER.size
+    tag, payload = _TAG_BYTES[type(message)], _encoder.encode(message)
+    length = len(tag) + len(payload)
     if length > max_frame:
         raise FrameTooLarge(f"{type(message).__name__} of {length} bytes is over the limit of {max_frame}")
-    _HEADER.pack_into(frame, 0, length, zlib.crc32(memoryview(frame)[_HEADER.size :]))
-    return bytes(frame)
+    return _HEADER.pack(length, zlib.crc32(payload, zlib.crc32(tag))) + tag + payload
 
 
 class FrameReader(Generic[M]):

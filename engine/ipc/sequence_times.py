@@ -279,9 +279,11 @@ class SequenceTimes:
     """None: none was made."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepWork:
-    """Counters of steps whose results were taken: differences of two tell the time of the steps between."""
+    """Counters of steps whose results were taken: differences of two tell the time of the steps between. Not
+    changed once made.
+    """
 
     steps: int = 0
     seconds: float = 0.0

@@ -97,10 +97,16 @@ class PreNormBlock(DecoderBlock):
 
 
 class SingleNormBlock(DecoderBlock):
-    """One norm, before attention, a recurrent layer or else an MLP (Nemotron-H)."""
+    """One norm, before attention, a recurrent layer or else an MLP (Nemotron-H, some layers of DeciLM)."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, ops: Ops, mixer: Mixer | None, mlp: MLP | None
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        ops: Ops,
+        mixer: Mixer | None,
+        mlp: MLP | None,
+        norm: str,
     ) -> None:
         part = mlp if mixer is None else mixer
         assert part is not None
@@ -108,7 +114,7 @@ class SingleNormBlock(DecoderBlock):
         self.rank = weights.rank
         self.eps = config.rms_norm_eps
         self.mixer, self.mlp_alone = mixer, mlp
-        self.norm_E = norm_weight(config, weights, "input_layernorm", config.hidden_size)
+        self.norm_E = norm_weight(config, weights, norm, config.hidden_size)
 
     def first(self, residual_TE: Tensor) -> Tensor:
         return self.before.rms_norm(residual_TE, self.norm_E, self.eps)

@@ -85,16 +85,18 @@ def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None =
 def build_layer(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> DecoderBlock:
     """Build a layer from its weights."""
     _split_stacked_projections(config, weights)
-    mixer = _make_mixer(config, number, weights, ops)
+    sizes = config.sizes_of(number)
+    mixer = _make_mixer(config, number, weights, ops) if sizes.has_attention else None
     if config.block == "scaled_sandwich":
         assert isinstance(mixer, Attention)
         return Gemma4Block(config, number, weights, ops, mixer)
     if config.block == "altup":
         assert isinstance(mixer, Attention)
         return AltUpBlock(config, number, weights, ops, mixer)
-    if config.block == "single":
+    if config.block == "single" or not (sizes.has_attention and sizes.has_mlp):
         mlp = None if mixer else _make_mlp(config, number, weights, ops)
-        return SingleNormBlock(config, weights, ops, mixer, mlp)
+        norm = "input_layernorm" if sizes.has_attention else "post_attention_layernorm"
+        return SingleNormBlock(config, weights, ops, mixer, mlp, norm)
     assert mixer is not None
     is_recurrent = config.recurrent is not None and config.recurrent.layers[number]
     block = BLOCKS[config.recurrent_block if is_recurrent else config.block]
@@ -135,7 +137,7 @@ def _make_mlp(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> M
     if experts is None or not experts.layers[number]:
         if config.norms_experts:
             weights.skip("post_mlp_layernorm.")  # some checkpoints have it, unused
-        return GatedMLP(config, weights.at("mlp"), ops)
+        return GatedMLP(config, weights.at("mlp"), ops, config.sizes_of(number).inner)
     moe = SparseMoE(config, experts, weights.at(experts.module) if experts.module else weights, ops)
     if not config.norms_experts:
         return moe

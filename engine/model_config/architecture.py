@@ -158,6 +158,11 @@ def nothing(_fields: Fields) -> None:
     pass
 
 
+def refuse_options(**usual: object) -> Callable[[Fields], None]:
+    """Return a rule that refuses other values of these keys."""
+    return lambda fields: fields.refuse_others(usual, "of this architecture")
+
+
 def no_extras(_fields: Fields) -> tuple[int, int]:
     return 0, 0
 
@@ -342,37 +347,52 @@ def refuse_unsupported(fields: Fields, kind: Architecture) -> None:
     kind.refuse(fields)
 
 
-_INDEXER = "attention to the tokens that an indexer selects"
-_ALIBI = "attention scores that fall with the distance (ALiBi)"
-_DRAFTER = "the model that it drafts for, which is loaded with --draft and this folder"
+_OF_FAMILIES = {
+    "norms with gates, and attention gated by latents of queries": "AXK2",
+    "an encoder beside the decoder": "Bart Blenderbot Florence2 LED LongT5 M2M100 MBart MT5 Marian Pegasus "
+    "ProphetNet SwitchTransformers T5 T5Gemma T5Gemma2 UMT5 Whisper",
+    "attention scores that fall with the distance (ALiBi)": "Bloom Mpt",
+    "patches of bytes": "Blt",
+    "queries, values and keys in four stacks": "CodeGen",
+    "a RoPE of the halves of heads in layers of Cohere 2": "CohereCompass",
+    "learned biases of attention by distance": "CpmAnt",
+    "experts in one matrix, and limits of queries, keys and values": "Dbrx",
+    "attention to compressed tokens, and hyper-connections": "DeepseekV4",
+    "attention as the difference of two softmaxes": "DiffLlama",
+    "attention masks made of values, and weighted residuals": "Doge",
+    "sparse attention beside sliding windows of latents": "Dots3Note",
+    "the model that it drafts for, which is loaded with --draft and this folder": "Eagle3Llama",
+    "tokens of images, which it writes too": "Emu3",
+    "experts of texts beside experts of images": "Ernie4_5_VLMoe Ernie4_5_VL_Moe",
+    "LayerNorms with biases of each head's queries and keys": "Fuyu Persimmon",
+    "a bias of attention in the last layer alone": "GPTNeoXJapanese",
+    "attention to the tokens that an indexer selects, and hyper-connections": "Glm5Next HYV4",
+    "two stacks of layers that run several times": "HrmText",
+    "learned biases of attention by distance, and convolutions of keys and values": "Inkling Inkling2",
+    "mixtures of attention heads": "JetMoe",
+    "layers with attention twice, and experts that return their input": "LongcatFlash",
+    "linear attention with fixed decays (lightning attention)": "MiniMax",
+    "attention to blocks of tokens that an indexer selects": "MiniMaxM3Sparse MiniMaxM3VL",
+    "RoPE and queries scaled by learned numbers, and latents that layers share": "MistralLarge4",
+    "layers that attend to images between the others": "Mllama",
+    "a dense layer and a norm before the output head": "ModernBertDecoder",
+    "gates of residuals, and norms of scaled inputs": "MuseSpark",
+    "attention in both directions within the prompt": "PaliGemma",
+    "attention to the tokens that an indexer selects, and embeddings of n-grams": "Qwen4Exp",
+    "gated linear recurrences (RG-LRU)": "RecurrentGemma",
+    "the time mixing of RWKV": "Rwkv",
+    "limits of gates that differ between layers": "Step3p5 Step3p7",
+    "sines and cosines of positions, added to embeddings": "XGLM",
+    "attention that several layers share": "Zamba",
+    "attention that several layers share, with adapters of their own": "Zamba2",
+    "convolutions of queries and keys, and routers with an MLP": "Zaya",
+    "memories in matrices with exponential gates (mLSTM)": "xLSTM",
+}
 MISSING: dict[str, str] = {
-    "AXK2ForCausalLM": "norms with gates, and attention gated by latents of queries",
-    "BloomForCausalLM": _ALIBI,
-    "DbrxForCausalLM": "experts in one matrix, and limits of queries, keys and values",
-    "DeepseekV4ForCausalLM": "attention to compressed tokens, and hyper-connections",
-    "DiffLlamaForCausalLM": "attention as the difference of two softmaxes",
-    "Dots3NoteForCausalLM": "sparse attention beside sliding windows of latents",
-    "Eagle3LlamaForCausalLM": _DRAFTER,
-    "HYV4ForCausalLM": f"{_INDEXER}, and hyper-connections",
-    "HrmTextForCausalLM": "two stacks of layers that run several times",
-    "Inkling2ForCausalLM": "learned biases of attention by distance, and convolutions of keys and values",
-    "InklingForCausalLM": "learned biases of attention by distance, and convolutions of keys and values",
-    "LlamaForCausalLMEagle3": _DRAFTER,
-    "LongcatFlashForCausalLM": "layers with attention twice, and experts that return their input",
-    "MiniMaxForCausalLM": "linear attention with fixed decays (lightning attention)",
-    "MiniMaxM3SparseForCausalLM": "attention to blocks of tokens that an indexer selects",
-    "MiniMaxM3VLForCausalLM": "attention to blocks of tokens that an indexer selects",
-    "MistralLarge4ForCausalLM": "RoPE and queries scaled by learned numbers, and latents that layers share",
-    "MptForCausalLM": _ALIBI,
-    "Phi4MultimodalForCausalLM": "adapters for images and speech inside the checkpoint",
-    "Qwen4ExpForCausalLM": f"{_INDEXER}, and embeddings of n-grams",
-    "RecurrentGemmaForCausalLM": "gated linear recurrences (RG-LRU)",
-    "RwkvForCausalLM": "the time mixing of RWKV",
-    "Step3p5ForCausalLM": "limits of gates that differ between layers",
-    "Step3p7ForCausalLM": "limits of gates that differ between layers",
-    "ZambaForCausalLM": "attention that several layers share",
-    "Zamba2ForCausalLM": "attention that several layers share, with adapters of their own",
-    "ZayaForCausalLM": "convolutions of queries and keys, and routers with an MLP",
-    "xLSTMForCausalLM": "memories in matrices with exponential gates (mLSTM)",
+    **{f"{name}ForCausalLM": part for part, names in _OF_FAMILIES.items() for name in names.split()},
+    "CTRLLMHeadModel": "sines and cosines of positions, added to embeddings",
+    "LlamaForCausalLMEagle3": "the model that it drafts for, which is loaded with --draft and this folder",
+    "OpenAIGPTLMHeadModel": "norms of the residual itself",
+    "XLNetLMHeadModel": "attention to relative positions",
 }
 """Parts that these architectures need and that are missing here, by the class name of the language model."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import UnsupportedArchitecture
-from .architecture import MISSING, Architecture
+from .architecture import MISSING, Architecture, refuse_options
 from .attention import (
     cohere_scales,
     one_window,
@@ -25,10 +25,10 @@ from .encoders.pooling import with_head
 from .families.deepseek import DEEPSEEKS, MISTRAL4
 from .families.gemma import GEMMA_MODELS
 from .families.gemma4 import GEMMA3N_MODELS, GEMMA4_MODELS
-from .families.gpt import GPT_FAMILIES, refuse_options
+from .families.gpt import GPT_FAMILIES
 from .families.hybrids import HYBRIDS
 from .families.mixtures import MIXTURES
-from .families.others import OTHER_FAMILIES, refuse_clipping
+from .families.others import OTHER_FAMILIES
 from .families.siblings import SIBLINGS, granite_scales
 from .fields import Fields, show
 from .moe import (
@@ -136,19 +136,32 @@ _MINISTRAL3 = Architecture(
     head_dim=128,
     windows=one_window,
 )
+_PHI3 = Architecture(
+    model_type="phi3",
+    defaults={"rms_norm_eps": 1e-5},
+    windows=one_window,
+    ropes=phi3_ropes,
+    has_stacked_projections=True,
+    has_stacked_mlp=True,
+    own_code="modeling_phi3.Phi3ForCausalLM",
+    refuse=refuse_options(lm_head_bias=False),
+)
 LANGUAGE_PARTS = {
     "Exaone4_5_ForConditionalGeneration": "exaone4",
     "LightOnOcrForConditionalGeneration": "qwen3",
-    "LlavaNextForConditionalGeneration": "llama",
-    "LlavaOnevisionForConditionalGeneration": "qwen2",
     "MiniCPMV4_6ForConditionalGeneration": "qwen3_5_text",
     "MiniCPMV4_7ForConditionalGeneration": "qwen3_5_text",
     "NemotronH_Omni_Reasoning_V3": "nemotron_h",
     "QianfanOCRForConditionalGeneration": "qwen3",
     "AyaVisionForConditionalGeneration": "cohere2",
     "Cohere2VisionForConditionalGeneration": "cohere2",
+    "HyperCLOVAXVisionV2ForConditionalGeneration": "hyperclovax",
+    "LlavaNextForConditionalGeneration": "llama",
+    "LlavaOnevisionForConditionalGeneration": "qwen2",
+    "Qwen2AudioForConditionalGeneration": "qwen2",
+    "VipLlavaForConditionalGeneration": "llama",
 }
-"""Vision-language models whose `text_config` names an architecture that is here, by default this one."""
+"""Models that see or hear whose `text_config` names an architecture that is here, by default this one."""
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _MISTRAL,
@@ -218,7 +231,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         attention_bias=True,
         qk_norm="width",
         experts=olmoe_experts,
-        refuse=refuse_clipping,
+        refuse=refuse_options(clip_qkv=None),
     ),
     "Glm4MoeForCausalLM": Architecture(
         model_type="glm4_moe",
@@ -269,16 +282,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         ropes=rope_of_some_layers,
     ),
     "GraniteForCausalLM": _GRANITE,
-    "Phi3ForCausalLM": Architecture(
-        model_type="phi3",
-        defaults={"rms_norm_eps": 1e-5},
-        windows=one_window,
-        ropes=phi3_ropes,
-        has_stacked_projections=True,
-        has_stacked_mlp=True,
-        own_code="modeling_phi3.Phi3ForCausalLM",
-        refuse=refuse_options(lm_head_bias=False),
-    ),
+    "Phi3ForCausalLM": _PHI3,
+    "Phi4MultimodalForCausalLM": replace(_PHI3, model_type="phi4_multimodal", own_code=""),
+    "Phi4MMForCausalLM": replace(_PHI3, model_type="phi4mm", own_code="modeling_phi4mm.Phi4MMForCausalLM"),
     "Glm4ForCausalLM": _GLM4,
     "GlmForCausalLM": replace(_GLM4, model_type="glm", block="pre_norm", names={}),
     "Ministral3ForCausalLM": _MINISTRAL3,
@@ -287,6 +293,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "LlavaForConditionalGeneration": replace(
         _LLAMA, is_nested=True, nested=(_MISTRAL, _LLAMA), refuse=refuse_other_texts
+    ),
+    "VoxtralForConditionalGeneration": replace(
+        _LLAMA,
+        model_type="voxtral_text",
+        is_nested=True,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e8},
+        head_dim=128,
+    ),
+    "InternVLChatModel": Architecture(
+        model_type="internvl_chat",
+        is_nested=True,
+        text_type="qwen2",
+        own_code="modeling_internvl_chat.InternVLChatModel",
     ),
     "SeedOssForCausalLM": Architecture(
         model_type="seed_oss",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .fields import MAX_LAYERS, Fields
+from .fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from .shape import LatentShape, RecurrentShape, SlidingShape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -143,7 +143,8 @@ class LayerSizes:
     inner: int
     """Intermediate size of its MLP."""
     kv_source: int
-    """Layer whose keys and values it reads: its own number, or that of an earlier layer."""
+    """Layer whose keys and values it reads: its own number, or that of an earlier layer; -1: it has no
+    attention."""
     has_values: bool = True
     """False if values are the keys before their norm and RoPE."""
     sparsity: float = 0.0
@@ -154,6 +155,9 @@ class LayerSizes:
     """Width of a value before it is widened to `head_dim`; 0: it is as wide (filled in too)."""
     has_sinks: bool = True
     """False if heads have no sinks, where other layers have some."""
+    has_attention: bool = True
+    has_mlp: bool = True
+    """False in a layer that lacks this part and the norm before it."""
 
 
 def sliding_shape(
@@ -269,3 +273,53 @@ def _in_range(fields: Fields, name: str, value: float) -> float:
     if not 1e-6 <= value <= 1e6:
         raise fields.error(f"{name} {value} must be between 1e-6 and 1e6")
     return value
+
+
+_DECILM_ATTENTION = {"replace_with_linear": False, "unshifted_sink": False, "window_length": None}
+_DECILM_MLP = {"replace_with_linear": False, "hidden_act": "silu"}
+
+
+def decilm_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the KV heads of all layers with attention, and the largest MLP."""
+    found = decilm_layers(fields, fields.integer("num_hidden_layers", most=MAX_LAYERS))
+    heads = {each.kv_heads for each in found if each.has_attention}
+    if len(heads) != 1:
+        raise fields.error("block_configs must have one n_heads_in_group for all layers with attention")
+    return {"num_key_value_heads": heads.pop(), "intermediate_size": max(each.inner for each in found)}
+
+
+def decilm_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
+    """Return sizes by `block_configs`: a layer may lack attention or the MLP, whose size is its own."""
+    blocks = fields.raw.get("block_configs")
+    if not isinstance(blocks, list) or len(blocks) != layers or not all(isinstance(x, dict) for x in blocks):
+        raise fields.error(f"block_configs must have an entry for each of {layers} layers")
+    return tuple(_decilm_layer(fields, number, block) for number, block in enumerate(blocks))
+
+
+def _decilm_layer(fields: Fields, number: int, raw: dict[str, Any]) -> LayerSizes:
+    block = Fields(raw, f"{fields.where}: block_configs: layer {number}")
+    attention = Fields(block.mapping("attention") or {}, f"{block.where}: attention")
+    mlp = Fields(block.mapping("ffn") or {}, f"{block.where}: ffn")
+    attention.refuse_others(_DECILM_ATTENTION | {"num_sink_tokens": None, "sparsify": None}, "of a DeciLM")
+    mlp.refuse_others(_DECILM_MLP | {"sparsify": None}, "of a DeciLM")
+    has_attention = not attention.flag("no_op", default=False)
+    has_mlp = not mlp.flag("no_op", default=False)
+    heads, hidden = fields.integer("num_attention_heads", most=MAX_HEADS), fields.integer("hidden_size")
+    group = attention.integer("n_heads_in_group", most=MAX_HEADS) if has_attention else heads
+    if heads % group:
+        raise attention.error(f"n_heads_in_group {group} does not divide num_attention_heads {heads}")
+    if not (has_attention or has_mlp):
+        raise block.error("a layer without attention and MLP is not supported")
+    inner = mlp.integer("intermediate_size", 0) if has_mlp else 0
+    if has_mlp and not inner:
+        inner = -(-int(2 * mlp.number("ffn_mult") * hidden / 3) // 256) * 256
+        if not 0 < inner <= 16 * MAX_WIDTH:
+            raise mlp.error(f"ffn_mult {mlp.raw['ffn_mult']} makes an MLP of {inner} rows")
+    return LayerSizes(
+        kv_heads=heads // group,
+        head_dim=fields.integer("head_dim", hidden // heads or 1),
+        inner=inner,
+        kv_source=number if has_attention else -1,
+        has_attention=has_attention,
+        has_mlp=has_mlp,
+    )

@@ -219,7 +219,7 @@ class ModelConfig(ArchitectureTraits):
         """Return `ModelShape.other_inputs`."""
         layers = [self.sizes_of(layer) for layer in range(len(self.layer_sizes))]
         widths = {("a narrower attention", sizes.heads * sizes.value_dim) for sizes in layers}
-        return tuple(sorted(widths | {("a smaller MLP", sizes.inner) for sizes in layers}))
+        return tuple(sorted(widths | {("a smaller MLP", sizes.inner) for sizes in layers if sizes.has_mlp}))
 
     def shape(self, context: int | None = None) -> ModelShape:
         """Return the shape for the estimator. `context`: requested context; None for the default."""
@@ -257,6 +257,7 @@ class ModelConfig(ArchitectureTraits):
             mlp_layers=self.mlp_layers if self.block == "single" else None,
             is_gated=self.activation not in UNGATED,
             sliding=sliding_shape(self.windows, self.layer_sizes, heads, recurrent),
+            has_attention=tuple(each.has_attention for each in self.layer_sizes),
             linear_params=count_layer_params(self) if self.layer_sizes else None,
             other_inputs=self._other_inputs(),
             looked_up_params=self.per_layer_vocab * self.per_layer_row,

@@ -82,8 +82,11 @@ def _check_decoder(found: ExpectedTensors, config: "ModelConfig") -> tuple[str, 
     for layer in range(config.num_layers):
         _take_layer(found, config, layer)
         is_recurrent = recurrent is not None and recurrent.layers[layer]
+        sizes = config.sizes_of(layer)
         for norm in NORMS[config.recurrent_block if is_recurrent else config.block]:
-            _take_norm(found, f"model.layers.{layer}.", norm, config)
+            is_there = sizes.has_attention if norm == "input_layernorm" else sizes.has_mlp
+            if is_there:
+                _take_norm(found, f"model.layers.{layer}.", norm, config)
     _take_norm(found, "", "model.norm", config)
     unused = ["mtp.", "model.mtp_layers.", "model.mtp."]
     unused += (f"model.layers.{config.num_layers + layer}." for layer in range(config.extra_layers))
@@ -97,7 +100,8 @@ def _take_layer(found: ExpectedTensors, config: "ModelConfig", layer: int) -> No
     """Take a layer without the norms around attention and MLP."""
     prefix, recurrent = f"model.layers.{layer}.", config.recurrent
     is_recurrent = recurrent is not None and recurrent.layers[layer]
-    has_attention = recurrent is None or recurrent.attention[layer]
+    sizes = config.sizes_of(layer)
+    has_attention = sizes.has_attention if recurrent is None else recurrent.attention[layer]
     if recurrent is not None and is_recurrent:
         take_recurrent(found, prefix, config.hidden_size, recurrent)
     if has_attention:
@@ -108,7 +112,7 @@ def _take_layer(found: ExpectedTensors, config: "ModelConfig", layer: int) -> No
             _take_latent(found, module, config, config.latent, layer)
     if config.block in {"scaled_sandwich", "altup"}:
         _take_gemma(found, prefix, config)
-    if config.block != "single" or not (is_recurrent or has_attention):
+    if sizes.has_mlp and (config.block != "single" or not (is_recurrent or has_attention)):
         _take_mlp(found, prefix, config, layer)
 
 

@@ -23,6 +23,7 @@ _SIZES = (
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
 )
 _TEXT_SIZES: Final[dict[str, tuple[int, ...]]] = {
+    "aria_text": (32000, 4096, 4096, 32, 32, 32, 2048),
     "cohere2": (256000, 8192, 22528, 40, 64, 64, 8192),
     "exaone4": (102400, 4096, 16384, 32, 32, 32, 2048),
     "glm4v_moe_text": (151424, 4096, 10944, 46, 96, 8, 65536),
@@ -37,6 +38,7 @@ _TEXT_SIZES: Final[dict[str, tuple[int, ...]]] = {
     "muse_glimmer_text": (202048, 6656, 19968, 52, 32, 2, 131072),
     "paddleocr_vl_text": (103424, 1024, 3072, 18, 16, 2, 131072),
     "qwen2": (151936, 4096, 22016, 32, 32, 32, 32768),
+    "qwen2_5_omni_text": (152064, 3584, 18944, 28, 28, 4, 32768),
     "qwen2_5_vl_text": (152064, 8192, 29568, 80, 64, 8, 32768),
     "qwen2_vl_text": (152064, 8192, 29568, 80, 64, 8, 32768),
     "qwen3": (151936, 4096, 22016, 32, 32, 32, 32768),
@@ -124,7 +126,8 @@ class Fields:
         """Raise ModelError for a key that has another value than the usual one. `of_what`: the model."""
         for key, value in usual.items():
             if self.raw.get(key) not in (None, value):
-                raise self.error(f"{key} {show(self.raw[key])} is not supported {of_what}, only {value}")
+                only = "" if value is None else f", only {value}"
+                raise self.error(f"{key} {show(self.raw[key])} is not supported {of_what}{only}")
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.raw.get(key)
@@ -170,10 +173,13 @@ def raw_rope(fields: Fields) -> dict[str, Any]:
 
 
 def text_fields(fields: Fields) -> Fields:
-    """Return the `text_config`, or `llm_config`, of a vision-language model, with the keys that apply to the
-    whole model. Older files have all keys beside those of the tower. `tie_word_embeddings` of the whole model
-    counts more than that of its text part, as in transformers.
+    """Return the `text_config`, or `llm_config`, of a vision-language model, maybe within a `thinker_config`,
+    with the keys that apply to the whole model. Older files have all keys beside those of the tower.
+    `tie_word_embeddings` of the whole model counts more than that of its text part, as in transformers.
     """
+    if thinker := fields.mapping("thinker_config"):
+        whole = {key: fields.raw[key] for key in OF_THE_WHOLE if fields.raw.get(key) is not None}
+        fields = Fields({**whole, **thinker}, f"{fields.where}: thinker_config")
     text = fields.mapping("text_config") or fields.mapping("llm_config")
     if text is None and "hidden_size" in fields.raw:
         return fields

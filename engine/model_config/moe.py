@@ -287,19 +287,23 @@ def refuse_small_groups(fields: Fields, found: ExpertsConfig) -> ExpertsConfig:
     return found
 
 
+def deepseek_v1_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read a softmax router."""
+    if fields.text("scoring_func", "softmax") != "softmax":
+        raise fields.error(f"scoring_func {fields.raw['scoring_func']!r} is not supported, only 'softmax'")
+    found = deepseek_experts(fields, layers)
+    return found if any(found.layers) else None
+
+
 def deepseek_v2_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     """Read a softmax router, with groups under a `topk_method` of `group_limited_greedy`."""
     method = fields.text("topk_method", "greedy")
     if method not in {"greedy", "group_limited_greedy"}:
         raise fields.error(f"topk_method {method!r} is not supported")
-    if fields.text("scoring_func", "softmax") != "softmax":
-        raise fields.error(f"scoring_func {fields.raw['scoring_func']!r} is not supported, only 'softmax'")
     if method == "greedy":
         fields = fields.replace(n_group=1, topk_group=1)
     # transformers never normalizes them, whatever norm_topk_prob says.
-    fields = fields.replace(norm_topk_prob=False)
-    found = deepseek_experts(fields, layers)
-    return found if any(found.layers) else None
+    return deepseek_v1_experts(fields.replace(norm_topk_prob=False), layers)
 
 
 def deepseek_experts(fields: Fields, layers: int, **router: Any) -> ExpertsConfig:

@@ -188,6 +188,8 @@ class ModelShape:
     """True if the outputs of layers stay within the range of float16."""
     recurrent: RecurrentShape | None = None
     sliding: SlidingShape | None = None
+    has_attention: tuple[bool, ...] = ()
+    """True for each layer with attention, where some have none and nothing in its place; empty: all have."""
     is_bidirectional: bool = False
     """True for a model that keeps no keys and values: it sees a whole text at once, and makes a vector."""
     linear_params: int | None = None
@@ -212,7 +214,8 @@ class ModelShape:
         """Number of layers with keys and values of their own."""
         if self.sliding is not None and (self.sliding.heads or self.sliding.sharing):
             return self.sliding.layers + self.sliding.full_layers
-        return self.layers if self.recurrent is None else self.recurrent.attention_layers
+        layers = sum(self.has_attention) or self.layers
+        return layers if self.recurrent is None else self.recurrent.attention_layers
 
     @property
     def slot_bytes(self) -> int:

@@ -98,6 +98,7 @@ def rank_shape(
         and _expert_share(shape.experts, layers, tp, expert_parallel, redundant_experts),
         mlp_layers=shape.mlp_layers and min(layers, shape.mlp_layers),
         recurrent=shape.recurrent and _recurrent_share(shape.recurrent, tp, pp),
+        has_attention=_attention_share(shape.has_attention, pp),
         sliding=shape.sliding and _sliding_share(shape.sliding, shape.recurrent, tp, pp),
         linear_params=shape.linear_params and -(-shape.linear_params // (tp * pp)),
         looked_up_params=-(-shape.looked_up_params // tp),
@@ -109,6 +110,12 @@ def rank_shape(
     # All unquantized linears may be in one stage.
     wide = min(-(-shape.wide_params // tp), part.layers_params)
     return replace(part, exact_params=part.params + -(-more // pp), wide_params=wide)
+
+
+def _attention_share(has_attention: tuple[bool, ...], pp: int) -> tuple[bool, ...]:
+    """Return the layers of the stage that has the most with attention."""
+    stages = [ParallelLayout(1, pp, stage).layers(len(has_attention)) for stage in range(pp)]
+    return max((tuple(has_attention[layer] for layer in stage) for stage in stages), key=sum)
 
 
 def _latent_share(latent: LatentShape, tp: int) -> LatentShape:

@@ -23,6 +23,7 @@ class Level:
 
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_AVX_VNNI = _AVX2 | {"avx_vnni"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 _BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
 _AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
@@ -36,6 +37,7 @@ LEVELS = (
     Level("amx", "x86_64", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), 500e9),
     Level("avx512-bf16", "x86_64", _BF16, _BF16_FLAGS, 120e9),
     Level("avx512", "x86_64", _AVX512, ("-march=x86-64-v4", _WIDE), 60e9),
+    Level("avx-vnni", "x86_64", _AVX_VNNI, ("-march=x86-64-v3", "-mavxvnni"), 30e9),
     Level("avx2", "x86_64", _AVX2, ("-march=x86-64-v3",), 30e9),
     Level("i8mm", "aarch64", _ARM_DOT | {"i8mm"}, ("-march=armv8.2-a+dotprod+i8mm",), 8e9),
     Level("dotprod", "aarch64", _ARM_DOT, ("-march=armv8.2-a+dotprod",), 8e9),

@@ -1,11 +1,23 @@
 """Disk of the virtual machine: real files, whose writes and reads take virtual time and fail by number."""
 
+import atexit
 import errno
 import os
+import shutil
+import sqlite3
+import tempfile
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import sqlalchemy
+from sqlalchemy import Engine
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.pool import StaticPool
+
+from llmbox.app.store.database import open_database
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,3 +118,61 @@ def failing_inserts(
         return insert(engine, entries)
 
     return add
+
+
+# ---------------------------------------------------------------------- the files of all runs
+
+
+@cache
+def folder() -> Path:
+    """Folder of all runs, in memory if possible; the key of output hashes is always the same."""
+    memory = Path("/dev/shm")
+    found = Path(tempfile.mkdtemp(prefix="llmbox-simulate-", dir=memory if memory.is_dir() else None))
+    atexit.register(shutil.rmtree, found, ignore_errors=True)
+    (found / "output-hash.key").write_bytes(bytes(32))
+    return found
+
+
+@cache
+def _empty_database() -> Engine:
+    return open_database(folder() / "empty.db")
+
+
+@cache
+def empty_log() -> Path:
+    """Request log without a row, of the newest schema. The first call migrates it."""
+    path = Path(str(_empty_database().url.database))
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode=DELETE")
+    return path
+
+
+def create_engine(url: str, **options: Any) -> Engine:
+    """Create an engine that keeps its file open, and shares compiled statements with those of other runs:
+    to open and to compile is most of the cost.
+    """
+    engine = sqlalchemy.create_engine(url, **options | {"poolclass": StaticPool})
+    shared = _empty_database()
+    engine.dialect, engine._compiled_cache = shared.dialect, shared._compiled_cache
+    return engine
+
+
+def upgrade(engine: Engine) -> None:
+    """Give a new file the newest schema, as all migrations together would."""
+    shutil.copyfile(empty_log(), str(engine.url.database))
+
+
+class LoggedRequest(NamedTuple):
+    """Columns of a row of the request log."""
+
+    id: str
+    http_status: int
+    output_tokens: int
+    resumes: int
+
+
+def read_rows(path: Path) -> list[LoggedRequest]:
+    """Read all rows of a request log."""
+    with closing(sqlite3.connect(path)) as connection:
+        columns = ", ".join(LoggedRequest._fields)
+        return [LoggedRequest(*row) for row in connection.execute(f"SELECT {columns} FROM request")]

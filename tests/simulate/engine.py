@@ -18,7 +18,7 @@ from llmbox.engine.core.request import Request
 from llmbox.engine.core.request_queue import band_of
 from llmbox.engine.core.step import StepPlan, StepResult, SyncExecutor
 from llmbox.engine.errors import DoesNotFit
-from llmbox.engine.executor.rank_engine import EXIT_SECONDS
+from llmbox.engine.hardware.proc import EXIT_SECONDS
 from llmbox.engine.ipc.channel import Channel, DaemonGone
 from llmbox.engine.ipc.messages import ModelInfo, Progress, StepOutputs
 from llmbox.engine.kv_store.folder import FORMAT, KVFolder
@@ -99,7 +99,7 @@ class StepFaults:
         setup.steps += 1
         process.engine.rules.check_plan(plan)
         fault = setup.step_faults.get(setup.steps, "")
-        if any(
+        if machine.has_poison and any(
             POISON in r.request.prompt_ids and r.request.num_output >= setup.poison_after for r in plan.rows
         ):
             fault = f"poison {setup.poison}"

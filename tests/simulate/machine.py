@@ -181,6 +181,8 @@ class Machine:
         """Bytes that engines may hold together."""
         self.folder = Path()
         """Files of this run."""
+        self.has_poison = False
+        """Some requests kill the engine."""
         self.processes: dict[int, VirtualProcess] = {}
         self.descriptors: dict[int, str] = {}
         self.deaths: list[Death] = []

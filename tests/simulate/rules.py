@@ -215,7 +215,7 @@ def check_after(world: "World") -> None:
     if machine.descriptors:
         raise BrokenRuleError(f"descriptors are leaked: {machine.descriptors}")
     here = asyncio.current_task()
-    if tasks := [task.get_name() for task in asyncio.all_tasks() if task is not here]:
+    if tasks := [task.get_name() for task in world.loop.tasks if task is not here]:
         raise BrokenRuleError(f"tasks are leaked: {tasks}")
     timers = [each for each in world.loop.timers if "timeout" not in each.lower()]
     ours = ("Strand", "VirtualProcess", "_feed")

@@ -67,7 +67,7 @@ def _clear_up(world: World) -> None:
             process.exited = -9
             with suppress(BaseException):  # it is thrown away
                 process.greenlet.throw(ProcessKilled(9))
-    tasks = asyncio.all_tasks(world.loop)
+    tasks = world.loop.tasks
     for task in tasks:
         task.cancel()
     if tasks:

@@ -75,6 +75,7 @@ def test_answers_over_http_survive_deaths_and_clients_that_leave(dialect, stream
         2010913,  # a reader of a stream whose end was lost asks for the events after those it has
         2021922,  # a place of a model that was unloaded is none of the one loaded after it
         2022244,
+        7001204,  # a slow stream has the end of a response whose end the disk lost
     ],
 )
 def test_seeds_that_found_mistakes_of_the_daemon_or_of_the_rules(seed):

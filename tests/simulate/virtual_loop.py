@@ -73,6 +73,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._clock_resolution = _RESOLUTION
         self._timers: list[tuple[float, int, VirtualHandle]] = []
         self._timers_set = 0
+        self._tasks: list[asyncio.Task[Any]] = []
         self.thread_delay: Callable[[], float] = float
         self.watch: Callable[[int, Callable[[], None]], None] = lambda *_: None
         self.unwatch: Callable[[int], None] = lambda _: None
@@ -82,6 +83,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def time(self) -> float:
         return self.clock.now
+
+    def create_task(self, coro: Any, *, name: str | None = None, context: Any = None) -> "asyncio.Task[Any]":
+        task = super().create_task(coro, name=name, context=context)
+        self._tasks.append(task)
+        return task
+
+    @property
+    def tasks(self) -> "list[asyncio.Task[Any]]":
+        """Tasks that have not ended. `asyncio.all_tasks` goes through those of all runs."""
+        return [task for task in self._tasks if not task.done()]
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Any = None) -> VirtualHandle:
         handle = VirtualHandle(0.0, callback, args, self, context)
@@ -105,29 +116,36 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def _run_once(self) -> None:
-        """Call what is ready. Where nothing is, move the clock to the next timer."""
-        self._turns_left -= 1
-        if self._turns_left < 0:
-            raise StuckError("the loop goes round without an end")
-        ready, timers, clock = self._ready, self._timers, self.clock
-        while timers and timers[0][2]._cancelled:
-            heapq.heappop(timers)
-        if not ready and not self._stopping:
-            if not timers:
-                raise StuckError("tasks wait and no timer is set: a deadlock")
-            clock.now = max(clock.now, timers[0][0])
-        end = clock.now + _RESOLUTION
-        while timers and timers[0][0] < end:
-            ready.append(heapq.heappop(timers)[2])
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if not handle._cancelled:
-                try:
-                    handle._context.run(handle._callback, *handle._args)
-                except (SystemExit, KeyboardInterrupt):
-                    raise
-                except BaseException as error:  # noqa: BLE001 - as every loop does
-                    self.call_exception_handler({"message": f"exception in {handle!r}", "exception": error})
+        """Take turns until the loop is stopped: call what is ready, and where nothing is, move the clock to
+        the next timer.
+        """
+        ready, timers, clock, pop = self._ready, self._timers, self.clock, heapq.heappop
+        while True:
+            self._turns_left -= 1
+            if self._turns_left < 0:
+                raise StuckError("the loop goes round without an end")
+            while timers and timers[0][2]._cancelled:
+                pop(timers)
+            if not ready and not self._stopping:
+                if not timers:
+                    raise StuckError("tasks wait and no timer is set: a deadlock")
+                clock.now = max(clock.now, timers[0][0])
+            end = clock.now + _RESOLUTION
+            while timers and timers[0][0] < end:
+                ready.append(pop(timers)[2])
+            for _ in range(len(ready)):
+                handle = ready.popleft()
+                if not handle._cancelled:
+                    try:
+                        handle._context.run(handle._callback, *handle._args)
+                    except (SystemExit, KeyboardInterrupt):
+                        raise
+                    except BaseException as error:  # noqa: BLE001 - as every loop does
+                        self.call_exception_handler(
+                            {"message": f"exception in {handle!r}", "exception": error}
+                        )
+            if self._stopping:
+                return
 
     def add_reader(self, fd: int, callback: Callable[..., object], *args: object) -> None:
         self.watch(fd, lambda: callback(*args))

@@ -1,14 +1,12 @@
 """World of one simulated run: the daemon's parts as they are, clients, and faults at their times."""
 
 import asyncio
-import atexit
 import logging
 import shutil
-import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
@@ -16,9 +14,6 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import patch
-
-from sqlalchemy.pool import StaticPool
 
 from llmbox.app.config.settings import Settings
 from llmbox.app.control.memory_estimate import MemoryNeed
@@ -42,9 +37,8 @@ from llmbox.app.metrics import Metrics
 from llmbox.app.models.catalog import ModelRef
 from llmbox.app.models.registry import Registry
 from llmbox.app.security.security import Security
-from llmbox.app.store import RecordFilter, RequestLog, database
+from llmbox.app.store import RequestLog, database
 from llmbox.app.store import writer as request_writer
-from llmbox.app.store.database import open_database
 from llmbox.app.store.queries import requests as queries
 from llmbox.app.store.queries import stored_answers as stored_queries
 from llmbox.app.store.record import RequestRecord
@@ -52,6 +46,7 @@ from llmbox.app.store.stored_answers import StoredAnswers
 from llmbox.app.text.chat_template import Chat, RenderedChat
 from llmbox.app.text.output.output_formats import OutputFormat
 from llmbox.app.text.tokenizer.text_encoder import SpecialTokenMarkers
+from llmbox.app.util import threads
 from llmbox.app.util.threads import off_loop
 from llmbox.engine.config import EngineConfig
 from llmbox.engine.hardware import machine as hardware
@@ -63,7 +58,7 @@ from llmbox.engine.kv_store import folder as kv_folder
 from llmbox.engine.process import engine_main
 
 from .clients import Clients
-from .disks import Disk, failing_inserts
+from .disks import Disk, create_engine, empty_log, failing_inserts, folder, read_rows, upgrade
 from .engine import MODEL_BYTES, BrokenRuleError, run_engine
 from .http_clients import begin_http
 from .machine import Death, Machine, VirtualProcess
@@ -134,6 +129,7 @@ class World:
         self.machine.mean_latency = scenario.latency
         self.machine.capacity = scenario.capacity
         self.machine.memory = scenario.memory
+        self.machine.has_poison = any(request.is_poison for request in scenario.requests)
         self.machine.on_death = self._note_death
         self.disk = Disk(self.machine, scenario.write_faults, scenario.read_faults)
         self.log: list[tuple[float, int, str]] = []
@@ -215,7 +211,7 @@ class World:
         if self.scenario.writes_log:
             for path in self.machine.folder.glob("requests.db*"):
                 if path.suffix not in {".db-wal", ".db-shm"} and not path.name.endswith(("-wal", "-shm")):
-                    for row in _rows(path):
+                    for row in read_rows(path):
                         rows.setdefault(row.id, []).append(row)
             return rows
         queue = self.request_log._queue
@@ -233,20 +229,23 @@ class World:
         """Put the virtual machine under the product's code."""
         machine, clock, scenario = self.machine, self.clock, self.scenario
         threading, disk = threading_of(machine), self.disk
+        empty_log()  # which is made by the product's own code
         handler = _LogHandler(self)
         logger = logging.getLogger("llmbox")
         nothing = SimpleNamespace(freeze=lambda: None, enable=lambda: None)
-        before = logger.propagate, logger.level
+        propagates, level = logger.propagate, logger.level
         with ExitStack() as stack:
             if scenario.writes_log or any(setup.has_tiers for setup in scenario.models):
                 machine.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder())))
                 shutil.copyfile(folder() / "output-hash.key", machine.folder / "output-hash.key")
-            for module, name, value in (
+            # `patch.object` would take most of a short run's time.
+            for owner, name, value in (
                 (time, "monotonic", clock.monotonic),
                 (time, "perf_counter", clock.monotonic),
                 (time, "time", clock.time),
                 (time, "time_ns", lambda: int(clock.time() * 1e9)),
                 (time, "thread_time", clock.monotonic),
+                (threads, "threading", threading),
                 (store, "threading", threading),
                 (store_threads, "threading", threading),
                 (kv_folder, "filesystem_of", lambda _: "tmpfs"),
@@ -255,7 +254,8 @@ class World:
                 (request_writer, "queue", queue_of(machine)),
                 (queries, "add", failing_inserts(machine, scenario.log_faults, queries.add)),
                 (stored_queries, "put", failing_inserts(machine, scenario.stored_faults, stored_queries.put)),
-                (database, "NullPool", StaticPool),  # to open the file each time is most of the cost
+                (database, "create_engine", create_engine),
+                (database, "upgrade", upgrade),
                 (Security, "owner_id", lambda _, caller: caller.tenant),
                 (client, "os", machine.os),
                 (spawn_module, "os", machine.os),
@@ -277,16 +277,18 @@ class World:
                 (engine_main, "gc", nothing),
                 (engine_main, "setproctitle", lambda _: None),
             ):
-                stack.enter_context(patch.object(module, name, value))
+                stack.callback(setattr, owner, name, vars(owner)[name])
+                setattr(owner, name, value)
             logger.addHandler(handler)
             logger.propagate = False
-            logger.setLevel(logging.INFO)
+            if logger.level != logging.INFO:
+                logger.setLevel(logging.INFO)
+                stack.callback(logger.setLevel, level)
             try:
                 yield
             finally:
                 logger.removeHandler(handler)
-                logger.propagate, level = before
-                logger.setLevel(level)
+                logger.propagate = propagates
 
     def _program(self, process: VirtualProcess) -> int:
         if process.is_server:
@@ -504,33 +506,5 @@ async def _emptied(journal: RequestJournal) -> None:
 
 
 @cache
-def folder() -> Path:
-    """Folder of all runs, in memory if possible; the key of output hashes is always the same."""
-    memory = Path("/dev/shm")
-    found = Path(tempfile.mkdtemp(prefix="llmbox-simulate-", dir=memory if memory.is_dir() else None))
-    atexit.register(shutil.rmtree, found, ignore_errors=True)
-    (found / "output-hash.key").write_bytes(bytes(32))
-    return found
-
-
-@cache
 def metrics() -> Metrics:
     return Metrics()
-
-
-@cache
-def empty_log() -> Path:
-    """Request log without a row, of the newest schema."""
-    path = folder() / "empty.db"
-    open_database(path).dispose()
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA journal_mode=DELETE")
-    return path
-
-
-def _rows(path: Path) -> list[Any]:
-    engine = open_database(path)
-    try:
-        return [row for _, row in queries.find(engine, RecordFilter(limit=10_000))]
-    finally:
-        engine.dispose()

@@ -8,8 +8,7 @@ the number of all tokens before. The numbers of a sequence beyond the short cont
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 from llmbox.engine.core.request import Request
@@ -123,10 +122,11 @@ class FakeRunner:
     def _draw(self, row: ScheduledRequest) -> list[int]:
         """One token, and one more for each draft that came true, up to the request's end."""
         request, first, drawn = row.request, row.end - len(row.drafts), list[int]()
+        tokens = self._tokens(row)
         for position, draft in enumerate([*row.drafts, None], first - 1):
             prefix = self.slots[self._slot(request, position)]
             assert prefix is not None
-            drawn.append(next_token(prefix, self._tokens(row)[position], request.params))
+            drawn.append(next_token(prefix, tokens[position], request.params))
             outputs = request.num_output + len(drawn)
             stops = drawn[-1] in request.params.stop_token_ids and outputs > request.params.min_tokens
             if stops or drawn[-1] != draft:
@@ -151,9 +151,10 @@ class FakeRunner:
         request, start, end = row.request, row.start, row.end
         assert not row.drafts or row.end - len(row.drafts) == request.num_tokens
         wanted = prefixes(request.cache_namespace, self._tokens(row), is_long=request.is_long)
-        for position in range(start):
-            found = self.slots[self._slot(request, position)]
-            assert found == wanted[position], f"{request.request_id}: wrong KV at {position} of {start}"
+        size, held = self.block_size, list[int | None]()
+        for block in request.block_table[: -(-start // size)]:
+            held += self.slots[block * size : (block + 1) * size]
+        assert held[:start] == wanted[:start], f"{request.request_id}: wrong KV before {start}"
         for position in range(start, end):
             self.slots[self._slot(request, position)] = wanted[position]
         if self.states:
@@ -209,15 +210,18 @@ class FakeOverlappingRunner(FakeRunner):
         self._waiting.append(plan)
         self.most_launched = max(self.most_launched, len(self._waiting))
         assert len(self._waiting) <= self.depth + 1
-        with self._forgetting_all():
+        try:
             return plan, self.execute(plan)
+        except RunnerError:
+            self._waiting.clear()
+            raise
 
     def collect(self, handle: tuple[StepPlan, StepResult]) -> StepResult:
         plan, result = handle
-        with self._forgetting_all():
-            if self.crash_next_collect:
-                self.crash_next_collect = False
-                raise RunnerError
+        if self.crash_next_collect:
+            self.crash_next_collect = False
+            self._waiting.clear()
+            raise RunnerError
         assert self._waiting.popleft() is plan
         return result
 
@@ -230,11 +234,3 @@ class FakeOverlappingRunner(FakeRunner):
         for row in plan.rows:
             assert (row.request, row.admission) not in drawing, row.request.request_id
             assert row.end - len(row.drafts) <= row.request.num_tokens
-
-    @contextmanager
-    def _forgetting_all(self) -> Iterator[None]:
-        try:
-            yield
-        except RunnerError:
-            self._waiting.clear()
-            raise

@@ -338,6 +338,8 @@ SIBLINGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "head_dim": 16,
     },
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "intermediate_size": 32, "mlp_bias": False},
+    "biogpt": {"num_key_value_heads": None, "head_dim": LEFT_OUT, "tie_word_embeddings": True},
     "bitnet": {"attention_bias": True},
     "cwm": {"sliding_window": 19, "tie_word_embeddings": True},
     "dots1": DEEPSEEK | {"max_window_layers": 1, "sliding_window": 19},

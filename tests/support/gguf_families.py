@@ -89,6 +89,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo2": ("olmo2", "OLMO2", {}),
     "olmo3": ("olmo3", "OLMO2", {}),
     "olmoe": ("olmoe", "OLMOE", {}),
+    "exaone": ("llama", "EXAONE", {}),
+    "internlm2": ("llama", "INTERNLM2", {}),
+    "minicpm": ("granite", "MINICPM", {"attention_multiplier": 0.25, "tie_word_embeddings": True}),
     "exaone4": ("exaone4", "EXAONE4", {}),
     "command-r": ("cohere", "COMMAND_R", {}),
     "command-r-plus": ("cohere", "COMMAND_R", {"use_qk_norm": True}),
@@ -234,7 +237,7 @@ def converted(arrays: Arrays, arch: str, config: dict[str, Any]) -> Arrays:
         "STABLELM": of_stablelm,
     }
     arrays = rules.get(arch, lambda found, _: found)(arrays, config)
-    if arch in {"MISTRAL3", "GRANITE_MOE", "GRANITE_HYBRID", "OLMO"}:
+    if arch in {"MISTRAL3", "GRANITE_MOE", "GRANITE_HYBRID", "OLMO", "INTERNLM2", "MINICPM"}:
         for name, array in arrays.items():
             for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
                 if part in name:
@@ -554,6 +557,7 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> 
         writer.add_logit_scale(config["logit_scale"])
     if arch.startswith("GRANITE"):
         writer.add_attention_scale(config["attention_multiplier"])
+    if arch.startswith("GRANITE") or arch == "MINICPM":
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])

@@ -249,7 +249,7 @@ async def count_prompt_tokens(call: RequestContext, data: CountTokensRequest) ->
 
     async def count(request: CountTokensRequest) -> int:
         body = convert(prompt_fields(request, late_system=late_system), ChatCompletionRequest)
-        ids = await chat_ids(call.gateway, model, build_chat(body, call.limits), call.caller.tenant)
+        ids = await chat_ids(call.gateway, model, build_chat(body, call.limits))
         check_prompts([ids], "messages", model)
         return len(ids)
 

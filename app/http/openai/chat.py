@@ -121,16 +121,14 @@ async def prepare_chat(
     logprobs = Logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
     reservation = call.reserve(model, body.n or 1)
     params = await sampling_params(body, model, call.limits, logprobs)
-    lease, decoded = await read_images(call.gateway, model, chat, call.caller.tenant)
+    lease, decoded = await read_images(call.gateway, model, chat)
     rendered = await model.text.render_chat(call.gateway.templates, chat)
     parsing = ParserOptions.of(body, model.text, chat, rendered)
     calls = find_call_constraint(body, chat.tools, parsing.tools, call.limits)
     thinking = await _thinking(body, parsing, model)
     warnings += budget_warnings(body.thinking_token_budget, thinking)
     params = replace(params, thinking=thinking)
-    params, unchecked = await add_grammar(
-        params, inputs.answer, calls, model, call.gateway, call.limits, call.caller.tenant
-    )
+    params, unchecked = await add_grammar(params, inputs.answer, calls, model, call.gateway, call.limits)
     prompts, images, cut = await _prompts(body, model, rendered, decoded, inputs.max_tokens)
     generation = Generation(
         id=public_id(prefix, body.request_id, call.exchange, call.gateway),
@@ -190,14 +188,14 @@ def _echo(chat: Chat) -> str:
     return str(last["content"] or "") if last["role"] == "assistant" else ""
 
 
-async def chat_ids(gateway: Gateway, model: LoadedModel, chat: Chat, tenant: str) -> list[int]:
-    _, decoded = await read_images(gateway, model, chat, tenant)
+async def chat_ids(gateway: Gateway, model: LoadedModel, chat: Chat) -> list[int]:
+    _, decoded = await read_images(gateway, model, chat)
     ids, _ = await encode_chat(model, await model.text.render_chat(gateway.templates, chat), decoded)
     return ids
 
 
 async def read_images(
-    gateway: Gateway, model: LoadedModel, chat: Chat, tenant: str
+    gateway: Gateway, model: LoadedModel, chat: Chat
 ) -> tuple[ImageLease | None, list[DecodedImage]]:
     """Decode the images of a conversation, with the lease of their memory. Raises ApiError: 400, also for a
     model that reads none, 429 and 503.
@@ -214,7 +212,7 @@ async def read_images(
         )
     lease = ImageLease(gateway.images)
     decoded = await gateway.images.read(
-        chat.images, vision, gateway.limits, lease, may_fetch=gateway.fetches_images, caller=tenant
+        chat.images, vision, gateway.limits, lease, may_fetch=gateway.fetches_images
     )
     return lease, decoded
 

@@ -127,7 +127,7 @@ async def prepare_completion(call: RequestContext, body: CompletionRequest) -> C
     else:
         prompts = await prompt_ids(items, "prompt", model, special=body.add_special_tokens is not False)
     prompts, cut = truncate_prompts(prompts, body.truncate_prompt_tokens, body.max_tokens, model)
-    params, _ = await add_grammar(params, answer, None, model, call.gateway, call.limits, call.caller.tenant)
+    params, _ = await add_grammar(params, answer, None, model, call.gateway, call.limits)
     generation = Generation(
         id=public_id("cmpl", body.request_id, call.exchange, call.gateway),
         model=model,

@@ -184,7 +184,7 @@ async def tokenize(request: StrictRequest, data: Annotated[TokenizeRequest, Body
     chat = build_chat(data, call.limits) if data.messages is not None else None
     model = await call.find_model(data.model)
     if chat is not None:
-        ids = await chat_ids(call.gateway, model, chat, call.caller.tenant)
+        ids = await chat_ids(call.gateway, model, chat)
     else:
         text, special = data.prompt or "", data.add_special_tokens is not False
         ids = await model.text.off_loop(

@@ -131,12 +131,11 @@ async def add_grammar(
     model: LoadedModel,
     gateway: Gateway,
     limits: LimitSettings,
-    caller: str,
 ) -> tuple[SamplingParams, list[str]]:
     """Return `params` with the compiled grammar, and warnings. Raises ApiError 400."""
     if answer is None and (of_calls is None or not of_calls.bound):
         if of_calls is not None and not of_calls.free:
-            return await _add_call_grammar(params, of_calls, model, gateway, limits, caller)
+            return await _add_call_grammar(params, of_calls, model, gateway, limits)
         return await _with_vocabulary(params, model), []
     param = answer.param if answer is not None else "tool_choice" if of_calls and of_calls.forced else "tools"
     if not params.stop_token_ids:
@@ -151,7 +150,7 @@ async def add_grammar(
             followed = free_text(model.text, of_calls.syntax)
     harmony = model.text if model.text.output_format.is_harmony else None
     wanted = _closed(grammars(followed, made, harmony), limits)
-    grammar = await gateway.grammars.compile_grammars(wanted, param, caller)
+    grammar = await gateway.grammars.compile_grammars(wanted, param)
     params = within_grammar(replace(params, grammar=grammar), model.text, calls_only=followed is None)
     return await _with_vocabulary(params, model), []
 
@@ -162,7 +161,6 @@ async def _add_call_grammar(
     model: LoadedModel,
     gateway: Gateway,
     limits: LimitSettings,
-    caller: str,
 ) -> tuple[SamplingParams, list[str]]:
     """Add the grammar that begins where the model begins a call. A schema that cannot be followed is an
     error only if it is strict; otherwise the arguments are not constrained.
@@ -171,7 +169,7 @@ async def _add_call_grammar(
     made = calls(model.text, syntax, of_calls.tools, {}, several=of_calls.several, opened=not syntax.bare)
     top = [bare_calls(syntax, of_calls.tools), *made] if syntax.bare else grammars(None, made)
     try:
-        grammar = await gateway.grammars.compile_grammars(_closed(top, limits), "tools", caller)
+        grammar = await gateway.grammars.compile_grammars(_closed(top, limits), "tools")
     except ApiError as error:
         if error.status != 400 or of_calls.is_strict:
             raise

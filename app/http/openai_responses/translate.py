@@ -304,7 +304,7 @@ async def _count(
     call: RequestContext, model: LoadedModel, data: PromptFields, items: Sequence[Placed], tools: Toolbox
 ) -> int:
     body = convert(prompt_fields(data, items, tools), ChatCompletionRequest)
-    ids = await chat_ids(call.gateway, model, build_chat(body, call.limits), call.caller.tenant)
+    ids = await chat_ids(call.gateway, model, build_chat(body, call.limits))
     check_prompts([ids], "input", model)
     return len(ids)
 

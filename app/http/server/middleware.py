@@ -13,7 +13,7 @@ from typing import Any, Final
 from litestar.types import ASGIApp, Message, Receive, Send
 
 from ...config.settings import LimitSettings
-from ...errors import ApiError
+from ...errors import ApiError, unavailable
 from ...gateway.request_times import ExchangeClock
 from ...lifecycle.drain import Drain, shutting_down
 from ...util.threads import off_loop
@@ -30,6 +30,7 @@ from .origin import (
     readable_by,
 )
 from .request import CLOCK, FORM, WRITER, is_local_socket
+from .sockets import LARGE_BODY, BodyMemory
 
 PER_TURN: Final = 2
 
@@ -75,7 +76,9 @@ answers.
 """
 _PDF_ROUTE = "/admin/api/chat/pdf"
 _PDF_BYTES = 20_000_000
-_UPLOAD_TYPES = {"/v1/files": b"multipart/form-data", _PDF_ROUTE: b"application/pdf"}
+_FILE_ROUTE = "/v1/files"
+"""Route whose bodies go to a file as they arrive."""
+_UPLOAD_TYPES = {_FILE_ROUTE: b"multipart/form-data", _PDF_ROUTE: b"application/pdf"}
 """Media types of routes that take files, which may be larger than other bodies."""
 _IMAGE_ROUTES = frozenset(
     {
@@ -132,12 +135,13 @@ class SecurityMiddleware:
         self._body_bytes, self._file_bytes = limits.body_bytes, limits.file_bytes
         self._image_body_bytes = max(limits.image_body_bytes, limits.body_bytes)
         self._pacer = RequestPacer()
+        self._bodies = BodyMemory(limits.open_body_bytes)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = _RequestScope(scope, receive, send, self._limit(scope), self._drain)
+        exchange = _RequestScope(scope, receive, send, self._limit(scope), self._drain, self._bodies)
         try:
             if scope["path"] not in _UNPACED and not is_local_socket(scope):
                 await self._pacer.turn()
@@ -157,6 +161,8 @@ class SecurityMiddleware:
             if not isinstance(error, ApiError):
                 logger.exception("request %s failed", exchange.request_id)
             await exchange.fail(to_api_error(error))
+        finally:
+            exchange.release()
 
     def _limit(self, scope: Any) -> int:
         """Return the maximum size of the body in bytes."""
@@ -194,7 +200,9 @@ def add_headers(scope: Any, make: Callable[[], Iterable[tuple[bytes, bytes]]]) -
 class _RequestScope:
     """One request and its answer, seen from outside the application."""
 
-    def __init__(self, scope: Any, receive: Receive, send: Send, body_bytes: int, drain: Drain) -> None:
+    def __init__(
+        self, scope: Any, receive: Receive, send: Send, body_bytes: int, drain: Drain, bodies: BodyMemory
+    ) -> None:
         self.headers = dict(reversed(scope["headers"]))
         given = self.headers.get(b"x-request-id", b"")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else b"req_" + uuid.uuid4().hex.encode()
@@ -204,7 +212,9 @@ class _RequestScope:
         self._receive, self._send = receive, send
         self._limit = self._room = body_bytes
         self._body_done = False
-        self._drain = drain
+        self._body_bytes = 0
+        self._drain, self._bodies = drain, bodies
+        self._client = scope["client"][0] if scope.get("client") else ""
         self._head = scope["method"] == "HEAD"
         accepted = self.headers.get(b"accept-encoding", b"")
         self._packs = b"gzip" in accepted and scope["path"].startswith(_PACKED_ROUTES)
@@ -222,15 +232,28 @@ class _RequestScope:
             },
         }
 
+    def release(self) -> None:
+        """Give the body's memory back."""
+        self._bodies.release(self._client, self._body_bytes)
+
+    def _hold(self, size: int) -> None:
+        """Count received bytes. Raises ApiError 503 for a large body where open ones take too much."""
+        if size and self.scope["path"] != _FILE_ROUTE:
+            self._body_bytes += size
+            if not self._bodies.add(self._client, size) and self._body_bytes >= LARGE_BODY:
+                raise _no_room()
+
     async def receive(self) -> Any:
         if self._finished:
             return {"type": "http.disconnect"}
         message: Any = await self._receive()
         if message["type"] == "http.request":
-            self._room -= len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            self._room -= size
             self._body_done = not message.get("more_body", False)
             if self._room < 0:
                 raise _too_large(self._limit)
+            self._hold(size)
         elif not self._body_done:
             raise ClientGone
         return message
@@ -351,6 +374,14 @@ def _check_body(
 
 def _unsupported(message: str) -> ApiError:
     return ApiError(415, message, "unsupported_media_type")
+
+
+def _no_room() -> ApiError:
+    return unavailable(
+        "The bodies of open requests take too much memory (limits.open_body_bytes). Try again later.",
+        "too_many_large_bodies",
+        retry_after=5,
+    )
 
 
 def _too_large(limit: int) -> ApiError:

@@ -3,18 +3,21 @@
 PortInUse   another process listens there (the command line maps it to its own exit code)
 """
 
+import asyncio
 import contextlib
 import errno
 import ipaddress
 import socket
 import stat
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from llmbox.engine.hardware.proc import trim_heap
 
 from ...errors import LlmboxError
 
@@ -215,6 +218,43 @@ class ConnectionLimiter:
                 connection.give_way()
                 return True
         return False
+
+
+LARGE_BODY: Final = 1 << 20
+"""Bytes of a body that counts towards the memory of open bodies, and after which freed memory goes back."""
+_TRIM_SECONDS: Final = 1.0
+"""Time between returns of memory, each of which takes some milliseconds."""
+
+
+class BodyMemory:
+    """Memory of request bodies: counts those of open requests by address, and returns freed memory to the
+    system after large ones. Their text, values and tokens take many times their size in the arenas of the
+    threads that read them, and glibc would keep it.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, host: str, size: int) -> bool:
+        """Count received bytes. False where a large body must be refused: the limit is reached, and the
+        address has its share of it.
+        """
+        self._held[host] += size
+        return self._held.total() <= self._limit or self._held[host] * len(self._held) <= self._limit
+
+    def release(self, host: str, size: int) -> None:
+        """Forget the body of a request that ended."""
+        self._held[host] -= size
+        if not self._held[host]:
+            del self._held[host]
+        if size >= LARGE_BODY and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_TRIM_SECONDS, self._trim)
+
+    def _trim(self) -> None:
+        self._timer = None
+        asyncio.get_running_loop().run_in_executor(None, trim_heap)
 
 
 @lru_cache(maxsize=4096)

@@ -48,6 +48,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.wait((task,))
+        del task  # its error's traceback leads to this frame: a circle, which would keep the whole body
 
 
 @contextlib.asynccontextmanager
@@ -192,6 +193,7 @@ class EventStream:
             self._timer.cancel()
             if drain:
                 drain.unregister_endless(self._end)
+            self._error = None  # its traceback leads to this object: the circle would keep the body
             await self._close(pump, watch)
 
     async def _pump(self) -> None:

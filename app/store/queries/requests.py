@@ -32,7 +32,7 @@ Entry = tuple[RequestRecord, Content | None, Sequence[bytes]]
 def add(engine: Engine, entries: Sequence[Entry]) -> None:
     """Insert all rows or none, in this order."""
     with engine.begin() as connection:
-        connection.execute(insert(RequestRow), [asdict(record) for record, _, _ in entries])
+        connection.execute(insert(RequestRow), [_request_row(record) for record, _, _ in entries])
         # SQLite gives each row the number after the largest one.
         last = connection.execute(select(func.max(RequestRow.seq))).scalar_one() or 0
         contents, kept = list[dict[str, Any]](), list[dict[str, Any]]()
@@ -43,6 +43,10 @@ def add(engine: Engine, entries: Sequence[Entry]) -> None:
         for table, values in ((ContentRow, contents), (TimesRow, kept)):
             if values:
                 connection.execute(insert(table), values)
+
+
+def _request_row(record: RequestRecord) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in _FIELDS}
 
 
 def _content_row(seq: int, record: RequestRecord, content: Content) -> dict[str, Any]:

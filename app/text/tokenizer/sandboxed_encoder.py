@@ -22,6 +22,7 @@ from llmbox.engine.errors import ModelError
 
 from ...errors import ApiError
 from ...sandbox.pool import workers_busy
+from ...util.threads import FairSlots
 from .text_encoder import SpecialTokenMarkers, TokenizeError
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class SandboxedEncoder:
         self._is_own = False
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._turn = FairSlots(1, most_per_caller=1)
         self._deadline = time.monotonic() + SILENCE_SECONDS
         self._closed = False
         try:
@@ -77,23 +79,23 @@ class SandboxedEncoder:
         return ids, start or None
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in this encoder's own thread. Raises ApiError 503 where it does not begin in time."""
-        begun = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        """Run `work` in this encoder's own thread; callers take turns. Raises ApiError 503 where it does not
+        begin in time.
+        """
 
         def begin() -> T:
-            loop.call_soon_threadsafe(begun.set)
             self._deadline = time.monotonic() + SILENCE_SECONDS
             return work()
 
-        future = loop.run_in_executor(self._thread, begin)
         try:
             async with asyncio.timeout(WAIT_SECONDS):
-                await begun.wait()
+                caller = await self._turn.acquire()
         except TimeoutError:
-            future.cancel()
             raise workers_busy() from None
-        return await future
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, begin)
+        finally:
+            self._turn.release(caller)
 
     def close(self) -> None:
         """End the process, and with it what it works on."""

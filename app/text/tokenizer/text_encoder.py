@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
@@ -27,22 +27,32 @@ class SpecialTokenMarkers:
         return cls(next(free), next(free), next(free))
 
 
+MOST_TOKENS: Final = 1 << 20
+"""Tokens of one text: encoding takes 200 bytes for each."""
+_PIECE: Final = 1 << 18
+"""Characters of a long text that are counted at once."""
+
+
 class TextEncoder:
     """Encoder of one tokenizer, working in this process. Raises TokenizeError."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, most_tokens: int = MOST_TOKENS) -> None:
+        """Create an encoder. `most_tokens`: bound of one text."""
         self._tokenizer = tokenizer
+        self._most_tokens = most_tokens
         self._plain: dict[bool, Tokenizer] = {}
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Encode a text. `special`: with the tokens that the tokenizer adds around a text."""
+        self._check_length(text)
         return _encode(self._tokenizer, text, special=special)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
         """Encode two texts as one, with the tokens around them. Returns the ids and the position of the
         first one with another token type; None if all have the same type.
         """
+        self._check_length(first + second)
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([(first, second)])
         except BaseException as error:  # noqa: BLE001 - panics of the library become errors
@@ -55,7 +65,18 @@ class TextEncoder:
             return self.encode(rendered, special=False)
         return [id_ for part in self._encode_marked(rendered, markers) for id_ in part]
 
+    def _check_length(self, text: str) -> None:
+        """Refuse a text of too many tokens, counted in pieces: as one it would take gigabytes."""
+        if len(text) <= self._most_tokens // (1 if text.isascii() else 4):  # at most one token for a byte
+            return
+        tokens = 0
+        for start in range(0, len(text), _PIECE):
+            tokens += len(_encode(self._tokenizer, text[start : start + _PIECE], special=False))
+            if tokens > self._most_tokens:
+                raise TokenizeError(f"it has more than {self._most_tokens:,} tokens")
+
     def _encode_marked(self, rendered: str, markers: SpecialTokenMarkers) -> Iterator[Sequence[int]]:
+        self._check_length(rendered)
         broken = rendered.replace(markers.end, "")
         # start, literal -> first character, start, rest: no longer the literal
         broken = re.sub(f"{markers.start}(.)", f"\\g<1>{markers.start}", broken, flags=re.DOTALL)

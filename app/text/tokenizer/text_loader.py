@@ -3,7 +3,6 @@ files. A cache of what was loaded, as parsing a tokenizer takes up to half a sec
 """
 
 import contextlib
-import ctypes
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from tokenizers import Tokenizer
 
 from llmbox.engine.checkpoint.files import MAX_BYTES, parse_json, read_regular
 from llmbox.engine.errors import ModelError
+from llmbox.engine.hardware.proc import trim_heap
 from llmbox.engine.model_config.vision.families import find_vision
 
 from ..chat_template import ControlTokens, named_special_tokens, pick_template
@@ -50,8 +50,7 @@ Stamp = tuple[tuple[str, int, int, int], ...]
 def load_model_text(path: Path) -> TextModel:
     """Load the text side of a model. Raises ModelError naming the file that is missing or broken."""
     text = _load(path)
-    with contextlib.suppress(OSError, AttributeError):  # glibc only
-        ctypes.CDLL(None).malloc_trim(0)  # frees the file and its parsed form
+    trim_heap()  # frees the file and its parsed form
     return text
 
 

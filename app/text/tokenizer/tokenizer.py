@@ -1,8 +1,10 @@
 """Text side of a model: prompts to token ids, token ids to text. `text_loader.py` makes it of files."""
 
+import asyncio
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -10,7 +12,7 @@ from llmbox.engine.model_config.vision.config import VisionConfig
 
 from ...errors import ApiError
 from ...sandbox.pool import TemplatePool
-from ...util.threads import off_loop
+from ...util.threads import SMALL, FairSlots
 from ..chat_template import Chat, ControlTokens, RenderedChat, number_calls, render_chat
 from ..output.format_table import recognize_format
 from ..output.output_formats import OutputFormat
@@ -19,6 +21,11 @@ from .sandboxed_encoder import SandboxedEncoder, as_api_error
 from .text_encoder import SpecialTokenMarkers, TextEncoder, TokenizeError
 
 T = TypeVar("T")
+_THREADS: Final = max(2, min(8, os.cpu_count() or 1))
+_ENCODING: Final = FairSlots(_THREADS, most_per_caller=_THREADS - 1)
+"""Threads that encode, of all models: one is left to others while a caller sends long texts. Each takes up to
+200 bytes per token.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +93,10 @@ class TextModel:
         """Run `work`, which encodes `size` characters, where it cannot hold up the event loop."""
         if isinstance(self.encoder, SandboxedEncoder):
             return await self.encoder.run(work)
-        return await off_loop(size, work)
+        if size <= SMALL:
+            return work()
+        async with _ENCODING.hold():
+            return await asyncio.to_thread(work)
 
     def close(self) -> None:
         """End the process that encodes, if there is one."""

@@ -122,8 +122,8 @@ class BlockPool:
         used = {block for block, refs in enumerate(self._refs) if refs > 0}
         assert len(free) == len(self._free), "a block is free twice"
         assert len(free) + len(cached) + len(used) == self.num_blocks
-        assert free | cached | used == set(range(self.num_blocks))
-        assert not any(block in self._cache for block in free), "a free block is still named"
+        assert len(free | cached | used) == self.num_blocks
+        assert not any(map(self._cache.__contains__, free)), "a free block is still named"
         assert self.num_used == len(used)
 
     def check_holders(self, held: Mapping[int, int]) -> None:

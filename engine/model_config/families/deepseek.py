@@ -1,5 +1,5 @@
-"""DeepSeek V2 to V3.2 and families with its latent attention (MLA): GLM-4.7-Flash and GLM-5, Kimi K2, A.X K1,
-Mistral 4, MiniCPM 3 and Youtu-LLM.
+"""DeepSeek V1 to V3.2 and families with its latent attention (MLA): GLM-4.7-Flash and GLM-5, Kimi K2, A.X K1,
+Mistral 4, MiniCPM 3 and Youtu-LLM. DeepSeek V1, Ling 1, Aria and other MiniCPMs have usual attention.
 """
 
 import math
@@ -7,15 +7,17 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from ..architecture import Architecture
+from ..architecture import Architecture, refuse_options
 from ..attention import IndexConfig, LatentConfig, Scales
 from ..fields import Fields, raw_rope
 from ..moe import (
     ExpertsConfig,
     StackedExperts,
     deepseek_experts,
+    deepseek_v1_experts,
     deepseek_v2_experts,
     deepseek_v3_experts,
+    experts_with,
     refuse_small_groups,
 )
 from ..rope import MAX_FACTOR, LayerRopes, RopeConfig, interleaved_rope, partial_rope
@@ -135,15 +137,28 @@ def minicpm3_sizes(fields: Fields) -> dict[str, Any]:
     return {"v_head_dim": value, **deepseek_sizes(fields.replace(v_head_dim=value))}
 
 
-def minicpm3_scales(fields: Fields) -> Scales:
-    """Return multipliers of embeddings, of what layers add and of logits, beside that of attention."""
+def minicpm_scales(fields: Fields) -> Scales:
+    """Return multipliers of embeddings, of what layers add and of logits."""
     layers, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
     residual = fields.number("scale_depth", layers**0.5) / layers**0.5
     base = fields.integer("dim_model_base", hidden)
     if residual <= 0:
         raise fields.error(f"scale_depth {fields.raw['scale_depth']} must be larger than 0")
     embedding = fields.number("scale_emb", 1.0) / residual
-    return replace(deepseek_scales(fields), embedding=embedding, residual=residual, logits=base / hidden)
+    return Scales(embedding=embedding, residual=residual, logits=base / hidden)
+
+
+def minicpm3_scales(fields: Fields) -> Scales:
+    return replace(minicpm_scales(fields), attention=deepseek_scales(fields).attention)
+
+
+def refuse_other_minicpm(fields: Fields) -> None:
+    fields.refuse_others({"num_experts": 0}, "of a MiniCPM")
+    if fields.raw.get("sparse_config") is not None:
+        raise fields.error(
+            "sparse_config asks for sparse attention (InfLLM v2), which is not supported: take it out of "
+            "config.json, and the model attends to all tokens"
+        )
 
 
 DEEPSEEK_V3 = Architecture(
@@ -175,6 +190,38 @@ _DEEPSEEK_V32 = replace(
     mtp=None,
 )
 _GLM5 = {"rms_norm_eps": 1e-5, "q_lora_rank": 2048, "n_group": 1, "topk_group": 1, "index_n_heads": 32}
+_DEEPSEEK = Architecture(
+    model_type="deepseek",
+    defaults={"norm_topk_prob": False, "first_k_dense_replace": 0},
+    attention_bias=True,
+    experts=deepseek_v1_experts,
+    own_code="modeling_deepseek.DeepseekForCausalLM",
+)
+_ARIA = replace(
+    _DEEPSEEK,
+    model_type="aria_text",
+    defaults={
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 0,
+        "intermediate_size": 4096,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+    },
+    mlp_bias=True,
+    experts=experts_with(
+        deepseek_v1_experts,
+        router="router",
+        stacked=StackedExperts(gate_up="experts.fc1", down="experts.fc2", is_transposed=True),
+    ),
+    aliases={
+        "moe_intermediate_size": "intermediate_size",
+        "n_routed_experts": "moe_num_experts",
+        "num_experts_per_tok": "moe_topk",
+        "n_shared_experts": "moe_num_shared_experts",
+    },
+    own_code="",
+)
 _KIMI_K25 = replace(DEEPSEEK_V3, is_nested=True, own_code="modeling_kimi_k25.KimiK25ForConditionalGeneration")
 MISTRAL4 = Architecture(
     model_type="mistral4",
@@ -251,6 +298,34 @@ DEEPSEEKS: dict[str, Architecture] = {
     ),
     "Kimi_K25ForConditionalGeneration": _KIMI_K25,
     "KimiK25ForConditionalGeneration": _KIMI_K25,
+    "KimiVLForConditionalGeneration": replace(
+        _KIMI_K25, own_code="modeling_kimi_vl.KimiVLForConditionalGeneration"
+    ),
+    "DeepseekForCausalLM": _DEEPSEEK,
+    "AriaTextForCausalLM": _ARIA,
+    "AriaForConditionalGeneration": replace(_ARIA, is_nested=True),
+    "BailingMoeForCausalLM": replace(
+        _DEEPSEEK,
+        model_type="bailing_moe",
+        defaults={"norm_topk_prob": True, "first_k_dense_replace": 0},
+        has_stacked_projections=True,
+        aliases={
+            "attention_bias": "use_qkv_bias",
+            "attention_out_bias": "use_bias",
+            "n_routed_experts": "num_experts",
+            "n_shared_experts": "num_shared_experts",
+        },
+        own_code="modeling_bailing_moe.BailingMoeForCausalLM",
+        refuse=refuse_options(use_bias=False, norm_head=False, norm_softmax=False, multi_gate=False),
+    ),
+    "MiniCPMForCausalLM": Architecture(
+        model_type="minicpm",
+        defaults={"tie_word_embeddings": True, "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1},
+        attention_bias=True,
+        scales=minicpm_scales,
+        own_code="modeling_minicpm.MiniCPMForCausalLM",
+        refuse=refuse_other_minicpm,
+    ),
     "MiniCPM3ForCausalLM": Architecture(
         model_type="minicpm3",
         defaults={

@@ -1,16 +1,16 @@
-"""Families whose LayerNorms have biases, GPT-2, GPT-Neo, GPT-J, GPT-NeoX, GPTBigCode, OPT, Falcon, Phi,
-Starcoder2, Nemotron, Jais 2 and StableLM, and whose norms have no weights, NanoChat and OLMo 1.
+"""Families whose LayerNorms have biases, GPT-2, GPT-Neo, GPT-J, GPT-NeoX, GPTBigCode, OPT, BioGPT, Falcon,
+Phi, Starcoder2, Nemotron, Jais 2 and StableLM, and whose norms have no weights, NanoChat and OLMo 1.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from llmbox.kernels.activation import Activation
 
-from ..architecture import Architecture, as_it_is, no_rows, nothing
+from ..architecture import Architecture, as_it_is, no_rows, nothing, refuse_options
 from ..attention import FULL, SLIDING, Scales, Windows, one_window, windows_by_type
-from ..fields import MAX_WIDTH, Fields, show
+from ..fields import MAX_WIDTH, Fields
 from ..rope import interleaved_rope, no_rope, one_rope, partial_rope, reversed_rope
 from .gemma import logits_cap
 
@@ -115,6 +115,11 @@ def opt_positions(fields: Fields) -> int:
     return learned_positions(fields) + 2
 
 
+def biogpt_scales(fields: Fields) -> Scales:
+    is_scaled = fields.flag("scale_embedding", default=True)
+    return Scales(embedding=fields.integer("hidden_size") ** 0.5 if is_scaled else 1.0)
+
+
 def stablelm_variant(fields: Fields) -> dict[str, Any]:
     is_parallel = fields.flag("use_parallel_residual", default=False)
     is_stacked = fields.flag("qk_layernorm_stacked", default=False)
@@ -122,17 +127,6 @@ def stablelm_variant(fields: Fields) -> dict[str, Any]:
         "block": "parallel_biased" if is_parallel else "layer_norm",
         "qk_norm": "layer" if is_stacked else "layer_by_head",
     }
-
-
-def refuse_options(**usual: object) -> Callable[[Fields], None]:
-    """Return a rule that refuses other values of these keys."""
-
-    def refuse(fields: Fields) -> None:
-        for key, value in usual.items():
-            if fields.raw.get(key) not in (None, value):
-                raise fields.error(f"{key} {show(fields.raw[key])} is not supported")
-
-    return refuse
 
 
 def refuse_other_opt(fields: Fields) -> None:
@@ -240,6 +234,17 @@ GPT_FAMILIES: dict[str, Architecture] = {
         attention_bias=True,
         has_sub_norms=True,
         own_code="modeling_bitnet.BitNetForCausalLM",
+    ),
+    "BioGptForCausalLM": replace(
+        _GPT2,
+        model_type="biogpt",
+        defaults={**_GPT2.defaults, "hidden_act": "gelu"},
+        has_stacked_projections=False,
+        sizes=as_it_is,
+        position_rows=opt_positions,
+        scales=biogpt_scales,
+        aliases={},
+        refuse=nothing,
     ),
     "NanoChatForCausalLM": Architecture(
         model_type="nanochat",

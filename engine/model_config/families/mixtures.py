@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..architecture import Architecture
+from ..architecture import Architecture, refuse_options
 from ..attention import (
     FULL,
     SLIDING,
@@ -24,7 +24,6 @@ from ..rope import (
     partial_ropes_by_type,
     rope_of_sliding_layers,
 )
-from .gpt import refuse_options
 
 PATTERNS = (("prefix_dense_", 1), ("", 4))
 

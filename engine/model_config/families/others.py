@@ -1,15 +1,18 @@
-"""Llama 4, AFMoE, Ling 2.0, OLMo 2 and 3, FlexOlmo and Phi-MoE, and the language models of Idefics3, SmolVLM,
-GLM-4V, GLM-OCR and InternVL: defaults, rules and entries of `architectures.py`.
+"""Llama 4, AFMoE, Ling 2.0, OLMo 2 and 3, FlexOlmo and Phi-MoE, the language models of Idefics3, SmolVLM,
+GLM-4V, GLM-OCR, PaddleOCR-VL and InternVL, and Llamas under other names, DeciLM, EXAONE 3, InternLM 2 and
+3 and IQuest-Coder: defaults, rules and entries of `architectures.py`.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..architecture import Architecture
+from ..architecture import Architecture, refuse_options
 from ..attention import (
     Scales,
     Windows,
+    decilm_layers,
+    decilm_sizes,
     one_window,
     types_by_pattern,
     windows_by_type,
@@ -142,9 +145,8 @@ def afmoe_scales(fields: Fields) -> Scales:
     return Scales(embedding=fields.integer("hidden_size") ** 0.5 if is_scaled else 1.0)
 
 
-def refuse_clipping(fields: Fields) -> None:
-    if fields.raw.get("clip_qkv") is not None:
-        raise fields.error("clip_qkv is not supported")
+def exaone_sizes(fields: Fields) -> dict[str, Any]:
+    return {"intermediate_size": fields.integer("intermediate_size", 4 * fields.integer("hidden_size"))}
 
 
 def refuse_other_ling(fields: Fields) -> None:
@@ -189,7 +191,7 @@ _OLMO2 = Architecture(
     attention_bias=True,
     qk_norm="width",
     block="post_norm",
-    refuse=refuse_clipping,
+    refuse=refuse_options(clip_qkv=None),
 )
 _LLAMA_INSIDE = Architecture(model_type="llama", attention_bias=True, mlp_bias=True, is_nested=True)
 
@@ -208,6 +210,17 @@ _GLM_OCR = Architecture(
     },
 )
 _GLM4V = replace(_GLM_OCR, model_type="glm4v_text", qkv_bias=True)
+_PADDLEOCR_VL = Architecture(
+    model_type="paddleocr_vl_text",
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
+    head_dim=128,
+    attention_bias=True,
+    mlp_bias=True,
+    ropes=rope_of_texts(one_rope),
+    aliases={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
+    is_nested=True,
+    own_code="modeling_paddleocr_vl.PaddleOCRVLForConditionalGeneration",
+)
 
 OTHER_FAMILIES: dict[str, Architecture] = {
     "AfmoeForCausalLM": Architecture(
@@ -293,6 +306,7 @@ OTHER_FAMILIES: dict[str, Architecture] = {
     "Idefics3ForConditionalGeneration": _LLAMA_INSIDE,
     "SmolVLMForConditionalGeneration": _LLAMA_INSIDE,
     "GlmOcrForConditionalGeneration": _GLM_OCR,
+    "PaddleOCRVLForConditionalGeneration": _PADDLEOCR_VL,
     "Glm4vForConditionalGeneration": _GLM4V,
     "Glm46VForConditionalGeneration": _GLM4V,
     "Glm4vMoeForConditionalGeneration": Architecture(
@@ -312,6 +326,52 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         ropes=rope_of_texts(partial_rope),
         experts=deepseek_v3_experts,
         is_nested=True,
+    ),
+    "DeciLMForCausalLM": Architecture(
+        model_type="nemotron-nas",
+        attention_bias=True,
+        mlp_bias=True,
+        sizes=decilm_sizes,
+        layer_sizes=decilm_layers,
+        own_code="modeling_decilm.DeciLMForCausalLM",
+    ),
+    "ExaoneForCausalLM": Architecture(
+        model_type="exaone",
+        defaults={"max_position_embeddings": 2048, "tie_word_embeddings": True},
+        sizes=exaone_sizes,
+        aliases={
+            "num_hidden_layers": "num_layers",
+            "hidden_act": "activation_function",
+            "rms_norm_eps": "layer_norm_epsilon",
+        },
+        own_code="modeling_exaone.ExaoneForCausalLM",
+    ),
+    "InternLM2ForCausalLM": Architecture(
+        model_type="internlm2",
+        defaults={"attention_bias": True},
+        attention_bias=True,
+        has_stacked_projections=True,
+        stacks_by_group=True,
+        aliases={"attention_bias": "bias"},
+        own_code="modeling_internlm2.InternLM2ForCausalLM",
+    ),
+    "InternLM3ForCausalLM": Architecture(
+        model_type="internlm3",
+        defaults={"rms_norm_eps": 1e-5},
+        head_dim=128,
+        attention_bias=True,
+        mlp_bias=True,
+        aliases={"attention_bias": "qkv_bias", "attention_out_bias": "bias", "mlp_bias": "bias"},
+        own_code="modeling_internlm3.InternLM3ForCausalLM",
+    ),
+    "IQuestCoderForCausalLM": Architecture(
+        model_type="iquestcoder",
+        defaults={"rms_norm_eps": 1e-5},
+        head_dim=128,
+        attention_bias=True,
+        mlp_bias=True,
+        own_code="modeling_iquestcoder.IQuestCoderForCausalLM",
+        refuse=refuse_options(clip_qkv=None, use_sliding_window=False),
     ),
     "InternVLForConditionalGeneration": Architecture(
         model_type="internvl", is_nested=True, text_type="qwen2"

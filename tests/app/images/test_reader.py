@@ -13,6 +13,7 @@ from llmbox.app.errors import ApiError
 from llmbox.app.images import reader
 from llmbox.app.images.source import ImageSource
 from llmbox.app.sandbox.worker import ATTACHED
+from llmbox.app.util.threads import CALLER
 
 
 @dataclass
@@ -57,8 +58,9 @@ def reply(size: int) -> dict[str, object]:
 async def read(
     images: reader.ImageReader, content: bytes, lease: reader.ImageLease, caller: str = ""
 ) -> None:
+    CALLER.set(caller)
     limits = LimitSettings()
-    await images.read([picture(content)], Facts(), limits, lease, may_fetch=False, caller=caller)
+    await images.read([picture(content)], Facts(), limits, lease, may_fetch=False)
 
 
 async def test_requests_that_are_prepared_count_for_the_memory_of_open_pictures(monkeypatch):
@@ -114,7 +116,7 @@ async def test_slow_pictures_of_one_caller_leave_a_worker_to_others(monkeypatch)
         assert not any(task.done() for task in slow)
         go_on.set()
         await asyncio.gather(*slow)
-        assert not images._pool._shares
+        assert not images._pool._slots._held
 
 
 def test_crops_are_pictures_of_their_own_with_places_of_their_own():

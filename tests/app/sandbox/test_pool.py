@@ -8,6 +8,7 @@ import pytest
 from llmbox.app.errors import ApiError
 from llmbox.app.sandbox import pool as worker_pool
 from llmbox.app.sandbox.pool import TemplatePool, job
+from llmbox.app.util.threads import CALLER
 from support.engines import until
 
 
@@ -132,7 +133,7 @@ async def test_a_line_of_jobs_ends_somewhere(pool, monkeypatch):
     """One more is refused, and none waits for ever: hostile templates take a second each."""
     monkeypatch.setattr(worker_pool, "MOST_WAITING", 1)
     monkeypatch.setattr(worker_pool, "WAIT_SECONDS", 0.05)
-    for _ in range(2):
+    for _ in range(pool._slots._most):
         await pool._slots.acquire()
     waiting = asyncio.create_task(pool.render(job("x", {})))
     await asyncio.sleep(0)
@@ -141,6 +142,50 @@ async def test_a_line_of_jobs_ends_somewhere(pool, monkeypatch):
             await refused
         assert (caught.value.status, caught.value.code) == (503, "workers_busy")
         assert int(caught.value.headers["Retry-After"]) >= 1
-    for _ in range(2):
-        pool._slots.release()
+    for _ in range(pool._slots._most):
+        pool._slots.release("")
     assert await pool.render(job("ok", {})) == "ok"
+
+
+async def test_slow_templates_of_one_caller_leave_a_worker_to_others(monkeypatch):
+    pool, go_on = TemplatePool(), asyncio.Event()
+
+    async def attempt(frame, _seconds):
+        if b"slow" in frame:
+            await go_on.wait()
+        return {"text": "done"}
+
+    async def render(caller, template):
+        CALLER.set(caller)
+        return await pool.render(job(template, {}))
+
+    monkeypatch.setattr(pool, "_try", attempt)
+    async with asyncio.timeout(60):
+        slow = [asyncio.create_task(render("greedy", "slow")) for _ in range(9)]
+        await asyncio.sleep(0)
+        assert await asyncio.create_task(render("other", "quick")) == "done"
+        assert not any(task.done() for task in slow)
+        go_on.set()
+        await asyncio.gather(*slow)
+
+
+async def test_a_full_line_has_room_for_a_caller_with_less_than_its_share(monkeypatch):
+    monkeypatch.setattr(worker_pool, "MOST_WAITING", 4)
+    pool, go_on = TemplatePool(), asyncio.Event()
+
+    async def attempt(_frame, _seconds):
+        await go_on.wait()
+        return {"text": "done"}
+
+    async def render(caller):
+        CALLER.set(caller)
+        return await pool.render(job("x", {}))
+
+    monkeypatch.setattr(pool, "_try", attempt)
+    async with asyncio.timeout(60):
+        lines = [asyncio.create_task(render(caller)) for caller in ["greedy"] * 6 + ["other"] * 3]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="too many others"):
+            await asyncio.create_task(render("greedy"))
+        go_on.set()
+        assert await asyncio.gather(*lines) == ["done"] * 9

@@ -224,6 +224,23 @@ def test_standard_requests_progress_under_any_load_of_premium_ones():
     assert [round(at / 10) for at in ended] == [1, 2, 3]
 
 
+def test_a_request_is_protected_where_its_age_was_the_reason_to_serve_it():
+    """Not where it was first in line for a moment, and is served later because nobody else waits."""
+    clock = Clock()
+    scheduler = make_scheduler(max_running=1, clock=clock, ageing_seconds=10.0)
+    scheduler.add(make_request("premium", 8, priority=-1, max_tokens=3))
+    step(scheduler)
+    scheduler.add(make_request("standard", 8, max_tokens=LIFTED_TOKENS))
+    clock.now += 30.0
+    scheduler.add(make_request("leaves", 8, priority=-1))
+    step(scheduler)
+    scheduler.abort("leaves")
+    while "standard" not in step(scheduler):
+        assert scheduler.has_work
+    scheduler.add(make_request("urgent", 8, priority=-1, max_tokens=3))
+    assert list(step(scheduler)) == ["urgent"]
+
+
 def test_a_better_class_keeps_its_share_while_a_lower_one_ages():
     """Of ten thousand waiting requests one is lifted an ageing period, and not each that is old."""
     clock = Clock()

@@ -57,6 +57,8 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
         ("cohere", {"use_qk_norm": True}, {"tp": 2}),
         ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}, {"tp": 2, "pp": 2}),
         ("opt", {}, {"tp": 2, "pp": 2}),
+        ("biogpt", {}, {"tp": 2, "pp": 2}),
+        ("aria_text", {}, {"tp": 2, "pp": 2}),
         ("gpt_oss", {}, {"tp": 2, "expert_parallel": True}),
         ("granitemoe", {}, {"tp": 2, "expert_parallel": True}),
         ("qwen2_moe", {}, {"tp": 2, "expert_parallel": True}),

@@ -1,6 +1,7 @@
 """What is left to finish when a process ends: once, the latest first, also where Python does not end it."""
 
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -38,6 +39,7 @@ def test_what_ends_something_that_is_left_to_finish_may_finish_it(done):
 def test_processes(end, told):
     program = f"""
 import os
+import platform
 from llmbox.engine.hardware.proc import at_exit, finish
 at_exit(lambda: print("done", flush=True))
 {end}
@@ -107,3 +109,31 @@ print(os.waitstatus_to_exitcode(os.waitpid(failed, 0)[1]))
     )
     assert ran.stdout == "once\n7 nobody done\n70\nfinished by True\n"
     assert "ZeroDivisionError" in ran.stderr
+
+
+KEPT_PAGES = """
+from llmbox.engine.hardware.proc import map_large_blocks, trim_heap
+MIB = 1 << 20
+def resident():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("RssAnon"))
+{call}
+bytes(24 * MIB)  # freed: glibc then takes blocks up to this size from its heap
+start = resident()
+between = []
+blocks = []
+for _ in range(64):
+    blocks.append(b"x" * (4 * MIB))
+    between.append(b"y" * 100_000)
+blocks.clear()
+{after}
+print(resident() - start)
+"""
+
+
+@pytest.mark.skipif("glibc" not in platform.libc_ver()[0], reason="an allocator of another kind")
+@pytest.mark.parametrize("call", [("map_large_blocks()", ""), ("", "trim_heap()")])
+def test_freed_blocks_go_back_to_the_kernel(call):
+    program = KEPT_PAGES.format(call=call[0], after=call[1])
+    ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert int(ran.stdout) < 16  # MiB, of 256

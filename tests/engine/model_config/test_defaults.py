@@ -18,11 +18,17 @@ SIZES = {
     "num_key_value_heads", "max_position_embeddings", "ffn_dim", "ffn_hidden_size",
 }  # fmt: skip
 """Keys without which a config.json is refused, or its weights are, whose shapes these say."""
-NOT_IN_TRANSFORMERS = {"MiMoForCausalLM", "BailingMoeV2ForCausalLM", "NewModel", "JinaBertModel"}
+NOT_IN_TRANSFORMERS = {
+    *("MiMoForCausalLM", "BailingMoeV2ForCausalLM", "NewModel", "JinaBertModel", "ExaoneForCausalLM"),
+    *("InternLM2ForCausalLM", "MiniCPMForCausalLM", "Phi4MMForCausalLM"),
+    *("VoxtralForConditionalGeneration", "InternVLChatModel", "DeciLMForCausalLM"),
+    *("BailingMoeForCausalLM", "DeepseekForCausalLM"),
+}
 REFUSED = {
     "Glm4vMoeForConditionalGeneration",  # half a head of 42 dimensions
     "XLMRobertaLoRA",  # the class in transformers has other keys than the repository's code
     "InternVLForConditionalGeneration",  # has no text part of its own
+    "Qwen3OmniMoeThinkerForConditionalGeneration",  # heads of 73 dimensions
 }
 """Architectures whose class in transformers has defaults of no model."""
 TIES = ("Qwen3VLMoeForConditionalGeneration", "tie_word_embeddings")

@@ -18,7 +18,12 @@ ARM = [level for level in LEVELS if level.machine in {"aarch64", None}]
 FLAGS = ("-std=c++20", "-O1", "-pthread", "-ffp-contract=off", "-w", "-I", str(build.SOURCES))
 FOUR_FUSED_LANES = ("-mfma",)
 """Flags under which the portable kernels of x86-64 have the vectors and the multiply-add of Arm."""
-EMULATED_TILES = ("-DLLMBOX_EMULATED_TILES",)
+FLAGS_OF = {level.name: level.flags for level in LEVELS}
+EMULATED = {
+    "amx": ("avx512-bf16", (*FLAGS_OF["amx"], "-DLLMBOX_EMULATED_TILES")),
+    "avx-vnni": ("avx2", (*FLAGS_OF["avx2"], "-DLLMBOX_EMULATED_VNNI")),
+}
+"""Levels whose own instructions are in C++ here: the level that must run, and flags of the compiler."""
 FLOATS = " of floats ", " over floats "
 """In lines of products of float weights, or of keys and values, whose sums depend on the instruction set."""
 CHUNKS = " over int8 "
@@ -147,6 +152,15 @@ def test_products_of_bytes_are_exact_and_hwcap_is_asked(level: Level, tmp_path: 
     assert run(EMULATOR, "-cpu", "cortex-a76", program) == (lacking if level.name == "i8mm" else exact)
 
 
+def test_products_of_bytes_with_avx_vnni_are_exact(tmp_path: Path) -> None:
+    if "avx2" not in cpu_flags():
+        pytest.skip("this machine cannot run AVX2")
+    source, program = tmp_path / "products.cpp", tmp_path / "products"
+    source.write_text(f'#include "{Path(__file__).parent / "emulated_vnni.h"}"\n{PRODUCTS}')
+    run(*build.find_compiler(), *FLAGS, *EMULATED["avx-vnni"][1], source, "-o", program)
+    assert run(program) == "exact\n"
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_every_operation_has_the_bits_of_the_portable_kernels(tmp_path: Path) -> None:
@@ -169,18 +183,16 @@ def test_every_operation_has_the_bits_of_the_portable_kernels(tmp_path: Path) ->
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_without_products_of_floats_all_instruction_sets_have_the_same_bits(tmp_path: Path) -> None:
-    """Those of this machine, AMX with its tiles in C++, and Arm in the emulator."""
+    """Those of this machine, AMX and AVX-VNNI with their instructions in C++, and Arm in the emulator."""
     driver = Path(__file__).parent / "sanitized.cpp"
     programs = {}
     levels = [level for level in LEVELS if level.machine in {"x86_64", None} and level.needs <= cpu_flags()]
-    if any(level.name == "avx512-bf16" for level in levels):
-        levels.insert(0, LEVELS[0])
-        assert LEVELS[0].name == "amx"
-    for level in levels:
-        program = tmp_path / level.name
-        tiles = EMULATED_TILES if level.name == "amx" else ()
-        run(*build.find_compiler(), *FLAGS, *tiles, *level.flags, driver, "-o", program)
-        programs[level.name] = (program, "digests")
+    builds = {level.name: level.flags for level in levels}
+    builds |= {name: flags for name, (needs, flags) in EMULATED.items() if needs in builds}
+    for name, flags in builds.items():
+        program = tmp_path / name
+        run(*build.find_compiler(), *FLAGS, *flags, driver, "-o", program)
+        programs[name] = (program, "digests")
     if shutil.which(COMPILER) and shutil.which(EMULATOR):
         compile_for_arm(ARM[0], driver, tmp_path / "arm")
         programs["arm"] = (EMULATOR, tmp_path / "arm", "digests")

@@ -96,8 +96,13 @@ inline bool has_byte_products() {
     return true;
 }
 
-// Whether one instruction multiplies the four bytes of each word.
-#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || defined(__ARM_FEATURE_DOTPROD)
+// Whether one instruction multiplies the four bytes of each word: x86's, or that or Arm's.
+#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || (defined(__AVXVNNI__) && !defined(__AVX512BW__))
+#define LLMBOX_VNNI 1
+#else
+#define LLMBOX_VNNI 0
+#endif
+#if LLMBOX_VNNI || defined(__ARM_FEATURE_DOTPROD)
 #define LLMBOX_BYTE_DOT 1
 #else
 #define LLMBOX_BYTE_DOT 0
@@ -177,13 +182,17 @@ struct Bytes {
         sum = (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, (int8x16_t)row);
     }
 };
-#elif defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#elif LLMBOX_VNNI
 struct Bytes {
     static constexpr uint32_t FLIP = 0x80;
     using Row = Words;
     static INLINE Row row(uint32_t word) { return splat(word); }
-    static INLINE void dot(Ints& sum, Words weights, Row row) {  // asm: see BF16::dot
+    static INLINE void dot(Ints& sum, Words weights, Row row) {
+#if defined(__AVX512BW__)  // asm: see BF16::dot
         asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(row));
+#else
+        sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)row);
+#endif
     }
 };
 #elif defined(__AVX2__) && !defined(__AVX512BW__)
@@ -202,7 +211,7 @@ using Bytes = SplitBytes;
 #endif
 
 // Dot products with unsigned weights of at most MOST < 128: sums of two fit 16 bits. Exact as those of Bytes.
-#if defined(__AVX2__) && !(defined(__AVX512VNNI__) && defined(__AVX512BW__))
+#if defined(__AVX2__) && !LLMBOX_VNNI
 template <int MOST> struct PairBytes {
     static constexpr int DEPTH = std::min(4, INT16_MAX / (2 * 127 * MOST));  // words of an output that are added in 16 bits
     using Row = Words;
@@ -216,22 +225,31 @@ template <int> using SmallBytes = Bytes;
 
 // The sums of ROWS rows of bytes by VECTORS vectors of outputs.
 template <class Dot, int ROWS, int VECTORS> struct ByteSums {
-    static constexpr int WORDS = 1;  // of each output that are multiplied together, at least
-    Ints sums[ROWS][VECTORS];
+    // Partial sums of an output: with few rows, one of each would wait for the five cycles of AVX-VNNI's instruction.
+    static constexpr int CHAINS = LLMBOX_VNNI && LANES == 8 ? std::max(1, 4 / ROWS) : 1;
+    static constexpr int WORDS = CHAINS;  // of each output that are multiplied together, at least
+    Ints sums[ROWS][VECTORS][CHAINS];
 
-    INLINE void begin(int r, int v, Ints value) { sums[r][v] = value; }
+    INLINE void begin(int r, int v, Ints value) {
+        sums[r][v][0] = value;
+        UNROLL for (int i = 1; i < CHAINS; i++) sums[r][v][i] = Ints{};
+    }
     // COUNT neighboring words; those of a row begin at x[r] + at.
     template <int COUNT> INLINE void add(const Words (&weights)[VECTORS][COUNT], const int8_t* const (&x)[ROWS], int at) {
         UNROLL for (int w = 0; w < COUNT; w++)
             UNROLL for (int r = 0; r < ROWS; r++) {
                 const typename Dot::Row row = Dot::row(load_word(x[r] + at + 4 * w));
-                UNROLL for (int v = 0; v < VECTORS; v++) Dot::dot(sums[r][v], weights[v][w], row);
+                UNROLL for (int v = 0; v < VECTORS; v++) Dot::dot(sums[r][v][w % CHAINS], weights[v][w], row);
             }
     }
-    INLINE Ints total(int r, int v) const { return sums[r][v]; }
+    INLINE Ints total(int r, int v) const {
+        Ints total = sums[r][v][0];
+        UNROLL for (int i = 1; i < CHAINS; i++) total += sums[r][v][i];
+        return total;
+    }
 };
 
-#if defined(__AVX2__) && !(defined(__AVX512VNNI__) && defined(__AVX512BW__))
+#if defined(__AVX2__) && !LLMBOX_VNNI
 // Products of several words are added in 16 bits first.
 template <int MOST, int ROWS, int VECTORS> struct ByteSums<PairBytes<MOST>, ROWS, VECTORS> {
     static constexpr int WORDS = PairBytes<MOST>::DEPTH;
@@ -239,14 +257,15 @@ template <int MOST, int ROWS, int VECTORS> struct ByteSums<PairBytes<MOST>, ROWS
 
     INLINE void begin(int r, int v, Ints value) { sums[r][v] = value; }
     template <int COUNT> INLINE void add(const Words (&weights)[VECTORS][COUNT], const int8_t* const (&x)[ROWS], int at) {
+        static_assert(COUNT % WORDS == 0);
         UNROLL for (int first = 0; first < COUNT; first += WORDS)
             UNROLL for (int r = 0; r < ROWS; r++) {
                 Words pairs[VECTORS];
-                UNROLL for (int w = first; w < std::min(first + WORDS, COUNT); w++) {
-                    const Words row = splat(load_word(x[r] + at + 4 * w));
+                UNROLL for (int w = 0; w < WORDS; w++) {
+                    const Words row = splat(load_word(x[r] + at + 4 * (first + w)));
                     UNROLL for (int v = 0; v < VECTORS; v++) {
-                        const Words products = multiply_byte_pairs(weights[v][w], row);
-                        pairs[v] = w == first ? products : add_pairs(pairs[v], products);
+                        const Words products = multiply_byte_pairs(weights[v][first + w], row);
+                        pairs[v] = w == 0 ? products : add_pairs(pairs[v], products);
                     }
                 }
                 UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] += add_halves(pairs[v]);

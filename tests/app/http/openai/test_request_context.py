@@ -1,15 +1,23 @@
 """Time limits while a model loads: the limit that ends names the error, in every route."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from litestar import post
 
 from llmbox.app.config.settings import LimitSettings
 from llmbox.app.errors import ApiError
+from llmbox.app.http.auth.guard import Access
 from llmbox.app.http.openai.request_context import Deadlines, RequestContext
+from llmbox.app.http.server.request import StrictRequest
+from llmbox.app.security.keys import KeySpec
 from llmbox.app.security.security import Identity
+from llmbox.app.tracing.tracer import RequestTracer
+from llmbox.app.util.threads import CALLER
+from support.http_app import client, guarded, make_app
 
 
 async def never(name: str) -> Any:
@@ -57,3 +65,22 @@ def test_a_background_request_waits_for_its_model():
 
     with pytest.raises(TimeoutError):
         asyncio.run(wait())
+
+
+@post("/who", status_code=200, opt={"access": Access.INFER})
+async def who(request: StrictRequest) -> str:
+    await RequestContext.of(request)
+    return await asyncio.create_task(tell())
+
+
+async def tell() -> str:
+    return CALLER.get()
+
+
+async def test_turns_at_slow_work_are_by_key(tmp_path: Path) -> None:
+    services: Any = guarded(tmp_path)
+    services.gateway = SimpleNamespace(tracer=RequestTracer())
+    key, secret = services.security.keys.add(KeySpec(name="k"))
+    async with client(make_app([who], services)) as http:
+        answer = await http.post("/who", json={}, headers={"Authorization": f"Bearer {secret}"})
+        assert answer.text == key.id

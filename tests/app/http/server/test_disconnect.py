@@ -1,4 +1,6 @@
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -101,3 +103,29 @@ async def test_a_block_that_ends_in_time_or_is_cancelled_keeps_its_end() -> None
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+async def test_an_error_keeps_nothing_of_the_work() -> None:
+    """Without the garbage collector: a full collection is rare, and a request's body may be large."""
+
+    class Body:
+        pass
+
+    async def work(body: Body) -> None:
+        raise ApiError(400, f"no {body}")
+
+    async def fail() -> weakref.ref[Body]:
+        body = Body()
+        try:
+            await while_connected(receiver(asyncio.Event()), work(body))
+        except ApiError:
+            return weakref.ref(body)
+        raise AssertionError
+
+    gc.disable()
+    try:
+        kept = await fail()
+        await asyncio.sleep(0)  # the watch of the connection ends
+        assert kept() is None
+    finally:
+        gc.enable()

@@ -1,5 +1,7 @@
 """What holds for every request, whether or not a route exists for it."""
 
+import asyncio
+
 import httpx
 import msgspec
 import pytest
@@ -7,6 +9,7 @@ from litestar import get, post
 from litestar.params import JSONBody
 
 from llmbox.app.http.auth.guard import Access
+from llmbox.app.http.server import sockets
 from llmbox.app.http.server.origin import HostList
 from support.http_app import allowing, client, fake_services, make_app, over_unix
 
@@ -302,3 +305,39 @@ def test_a_host_name_with_a_domain_is_also_known_as_mdns_announces_it(host):
     hosts = HostList(machine="Box.example.net")
     assert hosts.allows({"server": ("192.0.2.7", 7411)}, f"{host}:7411".encode())
     assert not hosts.allows({"server": ("192.0.2.7", 7411)}, b"box:7411")
+
+
+@pytest.mark.parametrize("large", [True, False])
+async def test_the_memory_of_a_large_body_is_returned(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = asyncio.Event()
+    monkeypatch.setattr(sockets, "_TRIM_SECONDS", 0)
+    monkeypatch.setattr(sockets.BodyMemory, "_trim", lambda _: planned.set())
+    async with client(make_app([echo])) as http:
+        text = "a" * (sockets.LARGE_BODY if large else 1000)
+        assert (await http.post("/echo", json={"text": text})).status_code == 200
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert planned.is_set() == large
+
+
+async def test_large_bodies_of_open_requests_have_a_bound() -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    @post("/wait", status_code=200, opt={"access": Access.INFER})
+    async def wait(data: JSONBody[Body]) -> str:
+        begun.set()
+        await go_on.wait()
+        return data.text[:1]
+
+    text = {"text": "a" * (3 << 19)}
+    app = make_app([wait, echo], fake_services(open_body_bytes=2 << 20))
+    async with client(app) as http:
+        first = asyncio.create_task(http.post("/wait", json=text))
+        await begun.wait()
+        refused = await http.post("/echo", json=text)
+        check_error(refused, 503, "too_many_large_bodies")
+        assert refused.headers["retry-after"] == "5"
+        assert (await http.post("/echo", json={"text": "small"})).status_code == 200
+        go_on.set()
+        assert (await first).text == "a"
+        assert (await http.post("/echo", json=text)).status_code == 200

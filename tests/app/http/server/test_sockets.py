@@ -1,9 +1,11 @@
+import asyncio
 import socket
 import stat
 from pathlib import Path
 
 import pytest
 
+from llmbox.app.http.server import sockets as server_sockets
 from llmbox.app.http.server.sockets import PortInUse, is_loopback, listen_tcp, listen_unix
 
 
@@ -59,3 +61,29 @@ def test_a_leftover_unix_socket_is_replaced_but_not_a_file(tmp_path: Path) -> No
 def test_is_loopback() -> None:
     assert all(is_loopback(host) for host in ("127.0.0.1", "127.0.0.2", "::1", "localhost"))
     assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "192.168.1.2", "localhost.lan"))
+
+
+async def test_memory_is_returned_once_for_several_bodies(monkeypatch):
+    done = []
+    monkeypatch.setattr(server_sockets, "_TRIM_SECONDS", 0)
+    monkeypatch.setattr(server_sockets, "trim_heap", lambda: done.append(None))
+    bodies, loop = server_sockets.BodyMemory(1 << 30), asyncio.get_running_loop()
+    for _ in range(2):
+        bodies.add("a", server_sockets.LARGE_BODY)
+        bodies.release("a", server_sockets.LARGE_BODY)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await loop.shutdown_default_executor()
+    assert done == [None]
+
+
+def test_an_address_with_less_than_its_share_has_room_for_a_body():
+    bodies = server_sockets.BodyMemory(100)
+    assert bodies.add("greedy", 100)
+    assert not bodies.add("greedy", 1)
+    assert bodies.add("other", 50)
+    assert not bodies.add("other", 1)
+    bodies.release("greedy", 101)
+    assert bodies.add("other", 49)
+    bodies.release("other", 100)
+    assert not bodies._held

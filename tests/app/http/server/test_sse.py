@@ -1,6 +1,8 @@
 """Event streams over a hand-driven ASGI connection."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -317,3 +319,30 @@ async def test_an_endless_stream_ends_when_the_drain_begins() -> None:
     await asyncio.wait_for(task, 90)
     assert connection.text == b"data: 1\n\n"
     assert connection.finished
+
+
+async def test_an_error_before_the_first_event_keeps_nothing_of_the_request() -> None:
+    """Without the garbage collector: a full collection is rare, and a request's body may be large."""
+
+    class Body:
+        pass
+
+    async def source(body: Body) -> AsyncIterator[bytes]:
+        raise ApiError(400, f"no {body}")
+        yield b""
+
+    async def fail() -> weakref.ref[Body]:
+        body, connection = Body(), Connection()
+        try:
+            await connection.start(source(body))
+        except ApiError:
+            return weakref.ref(body)
+        raise AssertionError
+
+    gc.disable()
+    try:
+        kept = await fail()
+        await asyncio.sleep(0)
+        assert kept() is None
+    finally:
+        gc.enable()

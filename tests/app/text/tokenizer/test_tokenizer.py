@@ -1,5 +1,7 @@
+import asyncio
 import json
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,9 +10,16 @@ import pytest
 from llmbox.app.errors import ApiError
 from llmbox.app.sandbox.pool import TemplatePool
 from llmbox.app.text.chat_template import Chat, number_calls
-from llmbox.app.text.tokenizer.text_encoder import load_tokenizer
+from llmbox.app.text.tokenizer import text_encoder, tokenizer
+from llmbox.app.text.tokenizer.text_encoder import (
+    SpecialTokenMarkers,
+    TextEncoder,
+    TokenizeError,
+    load_tokenizer,
+)
 from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.app.text.tokenizer.tokenizer import vocabulary_warnings
+from llmbox.app.util.threads import CALLER, FairSlots
 from llmbox.engine.errors import ModelError
 from support.odd_files import KINDS, make_odd, no_hanging
 from support.tiny_models import make_tiny_model
@@ -216,3 +225,51 @@ def test_merges_are_never_left_out_at_random(tmp_path: Path) -> None:
     source["model"]["dropout"] = 0.9
     found = load_tokenizer(json.dumps(source).encode())
     assert {tuple(found.encode("the quick brown fox").ids) for _ in range(20)} == {tuple(wanted)}
+
+
+@pytest.mark.parametrize("length", [300, 5000])
+def test_a_text_of_too_many_tokens_is_refused_before_it_takes_much_memory(model, monkeypatch, length):
+    monkeypatch.setattr(text_encoder, "_PIECE", 50)
+    encoder = TextEncoder(load_tokenizer((model / "tokenizer.json").read_bytes()), most_tokens=1000)
+    markers = SpecialTokenMarkers.absent_from("")
+    for encode in (
+        lambda text: encoder.encode(text, special=True),
+        lambda text: encoder.encode_marked(f"{text}{markers.start}</s>{markers.end}", markers),
+        lambda text: encoder.encode_pair("a", text),
+    ):
+        if length < 1000:
+            assert encode("\u00e9 " * (length // 2))
+            continue
+        whole = []
+        with monkeypatch.context() as patch:
+            patch.setattr(text_encoder, "_encode", counting(text_encoder._encode, whole))
+            with pytest.raises(TokenizeError, match="more than 1,000 tokens"):
+                encode("\u00e9 " * (length // 2))
+        assert max(whole) <= 50
+
+
+def counting(encode, sizes):
+    def count(tokenizer, text, *, special):
+        sizes.append(len(text))
+        return encode(tokenizer, text, special=special)
+
+    return count
+
+
+async def test_long_texts_of_one_caller_leave_a_thread_to_others(model, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_ENCODING", FairSlots(2, most_per_caller=1))
+    text, go_on = load_model_text(model), threading.Event()
+
+    async def encode(caller, work):
+        CALLER.set(caller)
+        return await text.off_loop(1_000_000, work)
+
+    slow = [asyncio.create_task(encode("greedy", lambda: go_on.wait(60))) for _ in range(50)]
+    try:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            assert await asyncio.create_task(encode("other", lambda: "done")) == "done"
+        assert not any(task.done() for task in slow)
+    finally:
+        go_on.set()
+    assert all(await asyncio.gather(*slow))
