@@ -462,6 +462,13 @@ MODELS["kimi_k25"] = (
     {"image_processor_type": "Kimi_K25ImageProcessor", "patch_size": 6, "max_patches": 300}
     | {"size": {"max_height": 16, "max_width": 16}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
 )
+MODELS["kimi_vl"] = (
+    MODELS["kimi_k25"][0],
+    MODELS["kimi_k25"][1],
+    {"patch_size": 6, "in_token_limit": 300, "merge_kernel_size": [2, 2]}
+    | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+)
+"""A Kimi K2.5 under the names of Kimi-VL, which transformers does not have."""
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS["glm4v_moe"] = (
     "Glm4vMoeForConditionalGeneration",
@@ -475,6 +482,11 @@ WRITTEN_NAMES = {
     "qianfan_ocr": {"l.model.encoder.": "l.model."},
     "kimi_k25": {"l.blocks.": "l.layers.", "r.encoder.patch_embed": "r.patch_embed"},
 }
+WRITTEN_NAMES["kimi_vl"] = WRITTEN_NAMES["kimi_k25"] | {
+    "mm_projector.": "multi_modal_projector.",
+    ".proj.0.": ".linear_1.",
+    ".proj.2.": ".linear_2.",
+}
 """Parts of names that transformers does not write as they are published, as it takes one part of a model for
 another."""
 
@@ -484,6 +496,11 @@ def write_published_names(directory: Path, kind: str) -> None:
     for wrong, published in WRITTEN_NAMES.get(kind, {}).items():
         weights = {name.replace(wrong, published): each for name, each in load_file(file).items()}
         save_file(weights, file, metadata={"format": "pt"})
+    if kind == "kimi_vl":
+        config = json.loads((directory / "config.json").read_text()) | {"model_type": kind}
+        config |= {"architectures": ["KimiVLForConditionalGeneration"]}
+        config["media_placeholder_token_id"] = config.pop("image_token_id")
+        write_json(directory / "config.json", config)
 
 
 def make_vision_model(directory: Path, kind: str, **changes: Any) -> Any:

@@ -39,6 +39,7 @@ from .merged_patches import (
     glm4v,
     glm_ocr,
     kimi_k25,
+    kimi_vl,
     lfm3_vl,
     paddleocr_vl,
     qwen2_5_vl,
@@ -80,6 +81,7 @@ VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "lighton_ocr": lighton_ocr,
     "paddleocr_vl": paddleocr_vl,
     "kimi_k25": kimi_k25,
+    "kimi_vl": kimi_vl,
 }
 _NESTED: Final = "image_processor"
 """Key of processor_config.json with what preprocessor_config.json has alone."""

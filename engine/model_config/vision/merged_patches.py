@@ -9,6 +9,7 @@ from .config import (
     CLIP_MEAN,
     CLIP_STD,
     HALF,
+    LINEARS,
     MAX_SIDE,
     ImageProcessorConfig,
     ResizeKind,
@@ -18,16 +19,9 @@ from .config import (
 )
 from .fields import MAX_PIXELS, VisionFields, VisionFiles
 
-_QWEN_NAMES: Final = {
-    "patch": "visual.patch_embed.proj",
-    "layers": "visual.blocks",
-    "stacked": "attn.qkv",
-}
-
+_QWEN_NAMES: Final = {"patch": "visual.patch_embed.proj", "layers": "visual.blocks", "stacked": "attn.qkv"}
 _MERGER: Final = tuple(f"visual.merger.{name}" for name in ("ln_q", "mlp.0", "mlp.2"))
-
 _GATED: Final = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-
 _DEPTH: Final = ("depth", "num_heads")
 
 
@@ -317,25 +311,18 @@ def paddleocr_vl(files: VisionFiles) -> VisionConfig:
     return _qwen(files, "PaddleOCR-VL", tower, mrope, limits, mark, "whole_units")
 
 
-_KIMI_KEYS: Final = {
-    **{f"vt_{key}": key for key in ("hidden_size", "intermediate_size")},
-    **{f"vt_{key}": key for key in ("num_hidden_layers", "num_attention_heads")},
-    **{f"init_pos_emb_{side}": f"pos_emb_{side}" for side in ("height", "width")},
-}
-
-
 def kimi_k25(files: VisionFiles) -> VisionConfig:
     """Read Kimi K2.5, whose files are in its own spelling or that of transformers."""
-    own = {_KIMI_KEYS.get(key, key): value for key, value in files.tower.raw.items()}
+    # Their own keys are vt_hidden_size, init_pos_emb_height and so on.
+    own = {key.removeprefix("vt_").removeprefix("init_"): each for key, each in files.tower.raw.items()}
     fields, model = VisionFields(own, files.tower.where), files.model
     sizes = fields.sizes(width=1152, inner=4304, layers=27)
     hidden, patch, merge = sizes["hidden_size"], sizes["patch_size"], fields.side("merge_kernel_size", 2)
-    side, mm = fields.integer("pos_emb_height", 64, most=MAX_SIDE), "mm_projector."
+    side, at, mm = fields.integer("pos_emb_height", 64, most=MAX_SIDE), "vision_tower.", "mm_projector."
     if fields.integer("pos_emb_width", side) != side or sizes["head_dim"] % 4:
         raise fields.error("only a square of positions, and heads of a multiple of 4 numbers, are supported")
     if model.integer("projection_hidden_size", hidden) != hidden:
         raise model.error(f"projection_hidden_size is not that of the tower, {hidden}")
-    at = "vision_tower."
     names = TowerNames(
         patch=f"{at}patch_embed.proj",
         layers=f"{at}encoder.blocks",
@@ -366,8 +353,10 @@ def kimi_k25(files: VisionFiles) -> VisionConfig:
     )
     files = replace(files, processor=_kimi_rules(files.processor))
     rules, mark = files.processor, files.token_text("image_token", "<|media_pad|>")
-    if rules.integer("patch_size", patch) != patch or rules.integer("merge_size", merge) != merge:
+    if rules.integer("patch_size", patch) != patch or rules.side("merge_size", merge) != merge:
         raise rules.error(f"patch_size and merge_size are not those of the tower, {patch} and {merge}")
+    if not rules.flag("pad_input", default=True):
+        raise rules.error("pad_input false is not supported")
     processor = ImageProcessorConfig(
         kind="padded_units",
         unit=patch * merge,
@@ -386,13 +375,21 @@ def kimi_k25(files: VisionFiles) -> VisionConfig:
     )
 
 
+def kimi_vl(files: VisionFiles) -> VisionConfig:
+    """Read Kimi-VL: that of Kimi K2.5 with other names in its projector."""
+    rules = VisionFields({"in_token_limit": 4096, **files.processor.raw}, files.processor.where)
+    found = kimi_k25(replace(files, processor=rules))
+    projector = ("multi_modal_projector.pre_norm", *LINEARS)
+    tower = replace(found.tower, names=replace(found.tower.names, projector=projector))
+    return replace(found, family="Kimi-VL", tower=tower)
+
+
 def _kimi_rules(rules: VisionFields) -> VisionFields:
     """Return the rules of the image processor in the spelling of transformers."""
-    own = rules.mapping("media_proc_cfg")
-    if own is None:
-        return rules
-    keys = {"in_patch_limit": "max_patches", "merge_kernel_size": "merge_size"}
+    own = rules.mapping("media_proc_cfg") or rules.raw
+    keys = {"in_patch_limit": "max_patches", "in_token_limit": "max_patches"}
+    keys["merge_kernel_size"] = "merge_size"
     raw = {keys.get(key, key): value for key, value in own.items()}
     if (side := raw.get("patch_limit_on_one_side")) is not None:
         raw["size"] = {"max_height": side}
-    return VisionFields(raw, f"{rules.where}: media_proc_cfg")
+    return VisionFields(raw, rules.where)

@@ -308,6 +308,7 @@ def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
         ("aya_vision", {}, {"size": {"height": 96, "width": 96}}, "size must be that of the tower, 48"),
         ("kimi_k25", {"pos_emb_width": 6}, {}, "only a square of positions"),
         ("kimi_k25", {"num_attention_heads": 8}, {}, "heads of a multiple of 4 numbers"),
+        ("kimi_vl", {}, {"pad_input": False}, "pad_input false is not supported"),
         ("kimi_k25", {}, {"merge_size": 3}, "not those of the tower, 6 and 2"),
         ("kimi_k25", {}, {"size": {"max_height": 0, "max_width": 0}}, "max_height"),
         ("cohere2_vision", {}, {"max_patches": 65}, "max_patches 65 is beyond"),
