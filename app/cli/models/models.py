@@ -277,7 +277,7 @@ def _print_info(model: Mapping[str, Any]) -> None:
     output.write("")
     rows = {
         "runs on": f"{formatting.runs_on(info)}, kernels: {info['backend']}",
-        **({"because": "; ".join(info["notes"])} if info["notes"] else {}),
+        **({"notes": "; ".join(info["notes"])} if info["notes"] else {}),
         **({"makes": made} if (made := _makes(info)) else {}),
         "context window": f"{info['context_window']} tokens",
         "at full context": f"{round(info['max_concurrency'], 1):g} requests at once",

@@ -354,6 +354,8 @@ class ImageLayout:
 
 CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
+IMAGENET_STD: Final = (0.229, 0.224, 0.225)
 HALF: Final = (0.5, 0.5, 0.5)
 MAX_SIDE: Final = 1 << 14
 """Largest tile, edge or patch in pixels."""

@@ -47,7 +47,7 @@ from .merged_patches import (
     qwen3_5,
     qwen3_vl,
 )
-from .tiles import idefics3, internvl, lfm2_vl, llama4, minicpmv, qianfan_ocr
+from .tiles import idefics3, internvl, internvl_chat, lfm2_vl, llama4, minicpmv, qianfan_ocr
 
 VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "mistral3": mistral3,
@@ -74,6 +74,7 @@ VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "glm4v_moe": glm4v,
     "glm46v": glm4v,
     "internvl": internvl,
+    "internvl_chat": internvl_chat,
     "qianfan_ocr": qianfan_ocr,
     "llama4": llama4,
     "minicpmv4_6": minicpmv,

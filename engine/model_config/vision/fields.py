@@ -129,6 +129,13 @@ class VisionFiles:
             value = value.get("content")
         return value if isinstance(value, str) and value else default
 
+    def token_id(self, text: str) -> int:
+        """Return the id of a special token by its text in tokenizer_config.json."""
+        for number, token in (self.tokenizer.mapping("added_tokens_decoder") or {}).items():
+            if isinstance(token, Mapping) and token.get("content") == text and number.isdecimal():
+                return int(number)
+        raise self.tokenizer.error(f"added_tokens_decoder has no token {show(text)}")
+
     def image_token(self, default: int, *keys: str) -> int:
         """Return the id of the image token, under one of `keys` of config.json."""
         for key in keys:

@@ -1,12 +1,15 @@
 """Families that cut large images into tiles: Idefics3, InternVL, Qianfan-OCR, Llama 4, LFM2-VL, MiniCPM-V."""
 
 from dataclasses import replace
+from typing import Final
 
 from ..fields import MAX_WIDTH, show
 from .config import (
     CLIP_MEAN,
     CLIP_STD,
     HALF,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
     LINEARS,
     MAX_SIDE,
     ImageProcessorConfig,
@@ -184,24 +187,61 @@ def internvl(files: VisionFiles) -> VisionConfig:
     )
 
 
+_OWN_NAMES: Final = TowerNames(
+    patch="vision_model.embeddings.patch_embedding",
+    layers="vision_model.encoder.layers",
+    class_embedding="vision_model.embeddings.class_embedding",
+    table="vision_model.embeddings.position_embedding",
+    attention_scale="ls1",
+    mlp_scale="ls2",
+    stacked="attn.qkv",
+    projector=("mlp1.0", "mlp1.1", "mlp1.3"),
+)
+"""Names of InternVL's own checkpoints."""
+
+
+def internvl_chat(files: VisionFiles) -> VisionConfig:
+    """Read an InternVL as its authors publish it: the same model under other keys and names."""
+    model, fields, rules = files.model, files.tower, files.processor
+    for key, usual in (("ps_version", "v2"), ("use_thumbnail", True)):
+        if (value := model.raw.get(key, usual)) != usual:
+            raise model.error(f"{key} {show(value)} is not supported, only {show(usual)}")
+    sizes = {"hidden_size": 3200, "intermediate_size": 12800, "num_hidden_layers": 48}
+    tower = {**sizes, "num_attention_heads": 25, "image_size": 224, "norm_type": "rms_norm", **fields.raw}
+    tower["attention_bias"] = fields.flag("qkv_bias", default=False)
+    tower["use_qk_norm"] = has_norms = fields.flag("qk_normalization", default=True)
+    most = 1
+    if model.flag("dynamic_image_size", default=False):
+        most = model.integer("max_dynamic_patch", 6, most=64)
+    processor = {"image_mean": IMAGENET_MEAN, "image_std": IMAGENET_STD, **rules.raw}
+    processor["size"] = model.integer("force_image_size", int(tower["image_size"]), most=MAX_SIDE)
+    processor |= {"min_patches": model.integer("min_dynamic_patch", 1, most=most), "max_patches": most}
+    raw = {**model.raw, "vision_feature_layer": model.raw.get("select_layer", -1)}
+    found = internvl(
+        replace(
+            files,
+            model=VisionFields(raw, model.where),
+            tower=VisionFields(tower, fields.where),
+            processor=VisionFields(processor, rules.where),
+        )
+    )
+    norms = ("attn.q_norm", "attn.k_norm") if has_norms else ("", "")
+    names = replace(_OWN_NAMES, query_norm=norms[0], key_norm=norms[1])
+    return replace(
+        found,
+        tower=replace(found.tower, names=names),
+        image_token_id=files.token_id(found.image_text),
+        placeholder="<image>",
+    )
+
+
 def qianfan_ocr(files: VisionFiles) -> VisionConfig:
     """Read Qianfan-OCR: that of InternVL under the names that InternVL's own checkpoints have."""
     if files.tower.flag("use_qk_norm", default=False):
         raise files.tower.error("use_qk_norm true is not supported")
     raw = {"attention_bias": True, **files.tower.raw}
     found = internvl(replace(files, tower=VisionFields(raw, files.tower.where)))
-    at = "vision_model."
-    names = TowerNames(
-        patch=f"{at}embeddings.patch_embedding",
-        layers=f"{at}encoder.layers",
-        class_embedding=f"{at}embeddings.class_embedding",
-        table=f"{at}embeddings.position_embedding",
-        attention_scale="ls1",
-        mlp_scale="ls2",
-        stacked="attn.qkv",
-        projector=("mlp1.0", "mlp1.1", "mlp1.3"),
-    )
-    tower = replace(found.tower, names=names)
+    tower = replace(found.tower, names=_OWN_NAMES)
     return replace(found, family="Qianfan-OCR", placeholder="<image>", tower=tower)
 
 

@@ -1,5 +1,6 @@
 """Whole vision-language models: greedy tokens of transformers for prompts with pictures."""
 
+import json
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -7,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.model_config.vision.families import find_vision
 from support.real_engines import ask, load, tokens
+from support.tiny_models import write_json
 from support.vision_models import (
     MODELS,
     TEXT,
@@ -106,3 +110,92 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     assert len(set(exact)) > 2
     for options in ({}, {"token_budget": 16, "max_running": 4}):
         assert tokens(load(tmp_path, **options), [request])["a"] == exact
+
+
+OWN_NAMES = {
+    "multi_modal_projector.layer_norm.": "mlp1.0.",
+    "multi_modal_projector.linear_1.": "mlp1.1.",
+    "multi_modal_projector.linear_2.": "mlp1.3.",
+    "vision_tower.": "vision_model.",
+    ".cls_token": ".class_embedding",
+    ".patch_embeddings.projection.": ".patch_embedding.",
+    ".position_embeddings": ".position_embedding",
+    ".encoder.layer.": ".encoder.layers.",
+    ".layernorm_before.": ".norm1.",
+    ".layernorm_after.": ".norm2.",
+    ".lambda_1": ".ls1",
+    ".lambda_2": ".ls2",
+    ".attention.projection_layer.": ".attn.proj.",
+    ".attention.": ".attn.",
+}
+"""Parts of names in transformers' checkpoints of InternVL, and in those of its authors."""
+OWN_KEYS = {"attention_bias": "qkv_bias", "use_qk_norm": "qk_normalization"}
+
+
+def publish_internvl(directory: Path) -> None:
+    """Rewrite a checkpoint of transformers as InternVL's authors publish theirs."""
+    file = directory / "model.safetensors"
+    stored = load_file(file)
+    for name in [name for name in stored if name.endswith((".q_proj.weight", ".q_proj.bias"))]:
+        if name.startswith("vision_tower."):
+            parts = [stored.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+            stored[name.replace("q_proj", "qkv")] = torch.cat(parts)
+    weights = {}
+    for name, tensor in stored.items():
+        for usual, own in OWN_NAMES.items():
+            name = name.replace(usual, own)  # noqa: PLW2901
+        weights[name] = tensor.contiguous()
+    save_file(weights, file, metadata={"format": "pt"})
+    raw = json.loads((directory / "config.json").read_text())
+    tower = {OWN_KEYS.get(key, key): value for key, value in raw["vision_config"].items()}
+    (size,) = set(tower["image_size"])
+    tower |= {"image_size": size, "patch_size": tower["patch_size"][0], "model_type": "intern_vit_6b"}
+    own: dict[str, Any] = {"architectures": ["InternVLChatModel"], "model_type": "internvl_chat"}
+    own |= {
+        "llm_config": raw["text_config"] | {"architectures": ["Qwen3ForCausalLM"]},
+        "vision_config": tower,
+    }
+    own |= {"dynamic_image_size": True, "max_dynamic_patch": 6, "force_image_size": size, "select_layer": -1}
+    own |= {"ps_version": "v2", "use_thumbnail": True, "downsample_ratio": 0.5, "torch_dtype": "float32"}
+    own["auto_map"] = {"AutoModel": "modeling_internvl_chat.InternVLChatModel"}
+    write_json(directory / "config.json", own)
+    tokens = {str(IMAGE): {"content": "<IMG_CONTEXT>", "special": True}}
+    write_json(directory / "tokenizer_config.json", {"added_tokens_decoder": tokens})
+
+
+@pytest.mark.parametrize("tower", [{}, {"use_qk_norm": True, "norm_type": "rms_norm"}], ids=["300M", "6B"])
+def test_an_internvl_of_its_authors_is_that_of_transformers(tmp_path: Path, tower: dict[str, Any]) -> None:
+    values = MODELS["internvl"][1]["vision_config"] | tower
+    make_vision_model(tmp_path, "internvl", vision_config=values)
+    rules = tmp_path / "preprocessor_config.json"
+    mean = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+    write_json(rules, json.loads(rules.read_text()) | mean)
+    request, _ = prompt_with(tmp_path)
+    exact = tokens(load(tmp_path), [request])
+    assert len(set(exact["a"])) > 2
+    publish_internvl(tmp_path)
+    rules.unlink()
+    own, _ = prompt_with(tmp_path)
+    assert own == request
+    assert tokens(load(tmp_path), [own]) == exact
+    vision = read_vision(tmp_path)
+    assert vision is not None
+    assert vision.placeholder == "<image>"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"ps_version": "v1"}, "ps_version 'v1' is not supported, only 'v2'"),
+        ({"use_thumbnail": False}, "use_thumbnail False is not supported, only True"),
+        ({"max_dynamic_patch": 100}, "max_dynamic_patch 100 is beyond anything known (64)"),
+        ({"min_dynamic_patch": 7}, "min_dynamic_patch 7 is beyond anything known (6)"),
+        ({"select_layer": 9}, "vision_feature_layer 9 is not supported, only some of 2 layers"),
+    ],
+)
+def test_images_of_other_internvls_are_refused(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    make_vision_model(tmp_path, "internvl")
+    publish_internvl(tmp_path)
+    file = tmp_path / "config.json"
+    write_json(file, json.loads(file.read_text()) | changes)
+    assert problem in find_vision(tmp_path)[1]
