@@ -182,6 +182,10 @@ def make_tiles(image: Image.Image, vision: VisionConfig, layout: ImageLayout) ->
         return _slices(image, rules, layout)
     if rules.kind == "anyres":
         return _canvas_tiles(image, rules, layout)
+    if rules.kind == "padded_units":
+        canvas = Image.new("RGB", sizes[0][::-1])
+        canvas.paste(_resize(image, rules.unpadded_size(*image.size), rules.resample))
+        return [canvas]
     if rules.kind == "center_crop":
         return [_center_crop(image, rules)]
     if layout.tile_grid == (0, 0):

@@ -8,7 +8,7 @@ from typing import Literal
 from llmbox.kernels.quant_formats import BlockSizes, Quant
 
 from ..config import Dtype
-from .vision.config import NO_TOWER, VisionShape
+from .vision.config import NO_TOWER
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALED_KV = frozenset({"int8", "fp8"})
@@ -105,6 +105,34 @@ class SlidingShape:
     """KV heads and their width, where they differ from those of the other layers."""
     sharing: int = 0
     """Layers of either kind that read keys and values of others; they are not counted above."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionShape:
+    """Sizes of a vision tower and of its embeddings."""
+
+    params: int
+    """Parameters of tower and projector, which stay unquantized."""
+    row: int
+    """Numbers of the embeddings of one row."""
+    patch_numbers: int
+    """Numbers of a layer's activations for each row: input and result, queries, keys and values, and a copy
+    of the latter two; or what a convolution has of the row in float32."""
+    row_bytes: int
+    """Bytes for each row that do not depend on the dtype: tables of RoPE, and two copies of its pixels."""
+    tower_rows: int
+    """Rows that the tower computes at once: of the largest tile or image, at most `IMAGE_ROWS`."""
+    slice_numbers: int
+    """Numbers of a layer's activations that do not grow with the image: norms and inner rows of a slice."""
+    whole_rows: int = 0
+    """Most rows of an image where a step computes all of one, beyond its budget if need be; 0 otherwise."""
+    usual_rows: int = 0
+    """Rows of an image of `USUAL_SIDE` x `USUAL_SIDE` pixels."""
+
+    def share(self, ranks: int) -> "VisionShape":
+        """Return what each of the ranks in one memory counts of the tower, which the first of them has."""
+        numbers = ("params", "row", "patch_numbers", "row_bytes", "slice_numbers")
+        return replace(self, **{name: -(-getattr(self, name) // ranks) for name in numbers})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

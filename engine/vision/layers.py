@@ -76,6 +76,9 @@ class TowerWeights:
         name, rows, hidden = tower.names.table, tower.table_rows, tower.hidden_size
         if tower.table == "axes":
             return self.floats(name, 2, rows, hidden).to(self.dtype)
+        if tower.table == "bicubic_square":
+            side = round(rows**0.5)
+            return self.floats(name, side, side, hidden).view(rows, hidden).to(self.dtype)
         if tower.table == "places":
             return self.floats(name, rows, 2, hidden).transpose(0, 1).contiguous().to(self.dtype)
         return self.floats(name, rows + bool(tower.names.class_embedding), hidden).to(self.dtype)
@@ -352,7 +355,7 @@ def _rotated_order(tower: TowerConfig) -> tuple[int, ...] | None:
     """Return the rows of query, key and value in the order that `Ops.rotary` wants: None as they are.
 
     Gemma 4 rotates the first half of a head by its column, the second by its row, each with halves of its
-    own; Llama 4 neighboring numbers, the first half of them by its column.
+    own; Llama 4 neighboring numbers, the first half of them by its column; Kimi K2.5 every other two of them.
     """
     part = tower.head_dim // 4
     if tower.projector == "gemma4":
@@ -360,6 +363,9 @@ def _rotated_order(tower: TowerConfig) -> tuple[int, ...] | None:
     elif tower.rope == "pairs":
         half, width = 2 * part, 4 * part
         starts = (range(half, width, 2), range(0, half, 2), range(half + 1, width, 2), range(1, half, 2))
+    elif tower.rope == "alternating_pairs":
+        width = 4 * part
+        starts = (range(2, width, 4), range(0, width, 4), range(3, width, 4), range(1, width, 4))
     else:
         return None
     head = [row for rows in starts for row in rows]

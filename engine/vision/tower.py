@@ -194,7 +194,8 @@ class VisionTower:
         assert table is not None
         row_P, column_P = places_P2.unbind(1)
         found = torch.zeros(len(places_P2), self.tower.hidden_size, device=table.device)
-        taps_of = {"bicubic": _cubic_taps, "bilinear_edges": _edge_taps}.get(self.tower.table, _taps)
+        rules = {"bicubic": _cubic_taps, "bicubic_square": _cubic_taps, "bilinear_edges": _edge_taps}
+        taps_of = rules.get(self.tower.table, _taps)
         for row_taps, row_weights in taps_of(row_P, rows, side):
             for taps, weights in taps_of(column_P, columns, side):
                 index, share_P1 = row_taps * side + taps, (row_weights * weights).unsqueeze(1)

@@ -447,6 +447,28 @@ MODELS["cohere2_vision"] = (
         "image_std": [0.5, 0.5, 0.5],
     },
 )
+MODELS["kimi_k25"] = (
+    "Kimi_K25ForConditionalGeneration",
+    {
+        "text_config": TEXT
+        | {"model_type": "deepseek_v3", "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16}
+        | {"qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8, "first_k_dense_replace": 9}
+        | {"num_key_value_heads": 4},
+        "vision_config": PIXTRAL | {"pos_emb_height": 5, "pos_emb_width": 5},
+        "projection_hidden_size": 48,
+        "tie_word_embeddings": False,
+        "image_token_id": 10,
+    },
+    {"image_processor_type": "Kimi_K25ImageProcessor", "patch_size": 6, "max_patches": 300}
+    | {"size": {"max_height": 16, "max_width": 16}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+)
+MODELS["kimi_vl"] = (
+    MODELS["kimi_k25"][0],
+    MODELS["kimi_k25"][1],
+    {"patch_size": 6, "in_token_limit": 300, "merge_kernel_size": [2, 2]}
+    | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+)
+"""A Kimi K2.5 under the names of Kimi-VL, which transformers does not have."""
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS["glm4v_moe"] = (
     "Glm4vMoeForConditionalGeneration",
@@ -454,6 +476,31 @@ MODELS["glm4v_moe"] = (
     MODELS["glm4v"][2],
 )
 """Class in transformers, values of its config, and preprocessor_config.json."""
+
+
+WRITTEN_NAMES = {
+    "qianfan_ocr": {"l.model.encoder.": "l.model."},
+    "kimi_k25": {"l.blocks.": "l.layers.", "r.encoder.patch_embed": "r.patch_embed"},
+}
+WRITTEN_NAMES["kimi_vl"] = WRITTEN_NAMES["kimi_k25"] | {
+    "mm_projector.": "multi_modal_projector.",
+    ".proj.0.": ".linear_1.",
+    ".proj.2.": ".linear_2.",
+}
+"""Parts of names that transformers does not write as they are published, as it takes one part of a model for
+another."""
+
+
+def write_published_names(directory: Path, kind: str) -> None:
+    file = directory / "model.safetensors"
+    for wrong, published in WRITTEN_NAMES.get(kind, {}).items():
+        weights = {name.replace(wrong, published): each for name, each in load_file(file).items()}
+        save_file(weights, file, metadata={"format": "pt"})
+    if kind == "kimi_vl":
+        config = json.loads((directory / "config.json").read_text()) | {"model_type": kind}
+        config |= {"architectures": ["KimiVLForConditionalGeneration"]}
+        config["media_placeholder_token_id"] = config.pop("image_token_id")
+        write_json(directory / "config.json", config)
 
 
 def make_vision_model(directory: Path, kind: str, **changes: Any) -> Any:
@@ -477,12 +524,7 @@ def make_vision_model(directory: Path, kind: str, **changes: Any) -> Any:
             elif each.endswith(("input_min", "output_min", "std_bias")):
                 buffer.fill_(-1.3)
     model.save_pretrained(directory)
-    if kind == "qianfan_ocr":  # transformers takes layers for those of the tower, when it writes them
-        file = directory / "model.safetensors"
-        weights = {
-            name.replace("l.model.encoder.", "l.model."): each for name, each in load_file(file).items()
-        }
-        save_file(weights, file, metadata={"format": "pt"})
+    write_published_names(directory, kind)
     write_json(directory / "preprocessor_config.json", processor)
     return model
 
@@ -515,8 +557,8 @@ def prepare(
 
 
 def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image.Image]) -> dict[str, Any]:
-    """Return what transformers' processor gives the model. Those of LFM2-VL, Llama 4, Command A Vision and
-    Gemma 4 12B need torchvision: their models get our tiles.
+    """Return what transformers' processor gives the model. Those of LFM2-VL, Llama 4, Command A Vision,
+    Kimi K2.5 and Gemma 4 12B need torchvision: their models get our tiles.
     """
     from transformers import AutoImageProcessor
 
@@ -524,6 +566,8 @@ def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image
         return _unified_inputs(vision, pictures)
     if vision.tower.projector == "llama4":
         return {"pixel_values": torch.cat([_llama4_tiles(vision, picture) for picture in pictures])}
+    if vision.processor.kind == "padded_units":
+        return _patches_of_tiles(vision, pictures)
     if vision.processor.kind == "fitted_canvas":
         return {"pixel_values": torch.cat([_our_tiles(vision, picture) for picture in pictures])}
     if vision.processor.kind != "lfm2":
@@ -561,6 +605,17 @@ def _our_levels(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:
 
 def _our_tiles(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:
     return (_our_levels(vision, picture) / 255 - 0.5) / 0.5
+
+
+def _patches_of_tiles(vision: VisionConfig, pictures: list[Image.Image]) -> dict[str, Any]:
+    side, values, grids = vision.tower.patch_size, [], []
+    for picture in pictures:
+        (tile,) = _our_tiles(vision, picture)
+        rows, columns = (size // side for size in tile.shape[1:])
+        patches = tile.view(3, rows, side, columns, side).permute(1, 3, 0, 2, 4)
+        values.append(patches.reshape(-1, 3, side, side))
+        grids.append([1, rows, columns])
+    return {"pixel_values": torch.cat(values), "image_grid_thw": torch.tensor(grids)}
 
 
 def _llama4_tiles(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Llama 4, AFMoE, Ling 2.0, OLMo 2 and 3, FlexOlmo and Phi-MoE, the language models of Idefics3, SmolVLM,
-GLM-4V, GLM-OCR and InternVL, and Llamas under other names, DeciLM, EXAONE 3, InternLM 2 and 3 and
-IQuest-Coder: defaults, rules and entries of `architectures.py`.
+GLM-4V, GLM-OCR, PaddleOCR-VL and InternVL, and Llamas under other names, DeciLM, EXAONE 3, InternLM 2 and
+3 and IQuest-Coder: defaults, rules and entries of `architectures.py`.
 """
 
 from collections.abc import Mapping
@@ -210,6 +210,17 @@ _GLM_OCR = Architecture(
     },
 )
 _GLM4V = replace(_GLM_OCR, model_type="glm4v_text", qkv_bias=True)
+_PADDLEOCR_VL = Architecture(
+    model_type="paddleocr_vl_text",
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
+    head_dim=128,
+    attention_bias=True,
+    mlp_bias=True,
+    ropes=rope_of_texts(one_rope),
+    aliases={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
+    is_nested=True,
+    own_code="modeling_paddleocr_vl.PaddleOCRVLForConditionalGeneration",
+)
 
 OTHER_FAMILIES: dict[str, Architecture] = {
     "AfmoeForCausalLM": Architecture(
@@ -295,6 +306,7 @@ OTHER_FAMILIES: dict[str, Architecture] = {
     "Idefics3ForConditionalGeneration": _LLAMA_INSIDE,
     "SmolVLMForConditionalGeneration": _LLAMA_INSIDE,
     "GlmOcrForConditionalGeneration": _GLM_OCR,
+    "PaddleOCRVLForConditionalGeneration": _PADDLEOCR_VL,
     "Glm4vForConditionalGeneration": _GLM4V,
     "Glm46VForConditionalGeneration": _GLM4V,
     "Glm4vMoeForConditionalGeneration": Architecture(

@@ -186,17 +186,6 @@ _QWEN2_VL = Architecture(
     ropes=rope_of_texts(one_rope),
     is_nested=True,
 )
-_PADDLEOCR_VL = Architecture(
-    model_type="paddleocr_vl_text",
-    defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
-    head_dim=128,
-    attention_bias=True,
-    mlp_bias=True,
-    ropes=rope_of_texts(one_rope),
-    aliases={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
-    is_nested=True,
-    own_code="modeling_paddleocr_vl.PaddleOCRVLForConditionalGeneration",
-)
 _QWEN3_VL = Architecture(
     model_type="qwen3_vl_text",
     defaults={"rope_theta": 5e5},
@@ -345,7 +334,6 @@ SIBLINGS: dict[str, Architecture] = {
         sizes=types_where(lambda _layer, _layers: False),
         windows=windows_by_type,
     ),
-    "PaddleOCRVLForConditionalGeneration": _PADDLEOCR_VL,
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": replace(_QWEN2_VL, model_type="qwen2_5_vl_text"),
     **dict.fromkeys(

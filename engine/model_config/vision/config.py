@@ -7,16 +7,18 @@ from typing import Final, Literal
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 PositionTable = Literal[
-    "", "whole", "buckets", "bilinear", "bilinear_edges", "bicubic", "antialiased", "axes", "places",
-    "nearest",
+    "", "whole", "buckets", "bilinear", "bilinear_edges", "bicubic", "bicubic_square", "antialiased",
+    "axes", "places", "nearest",
 ]  # fmt: skip
 """Learned positions of patches: none; a row for each patch; a square of rows, of which each patch takes the
-one at its fraction of the image, or a bilinear mean (corners or edges aligned), a bicubic one, or one with
-antialiasing; or a row for its column and one for its row, from two tables, stored one after the other or side
-by side. The last is as the third, with fractions that are divided, not multiplied by an inverse."""
-VisionRope = Literal["", "axial", "alternating", "pairs"]
+one at its fraction of the image, or a bilinear mean (corners or edges aligned), a bicubic one (stored as
+rows, or as a square), or one with antialiasing; or a row for its column and one for its row, from two tables,
+stored one after the other or side by side. The last is as the third, with fractions that are divided, not
+multiplied by an inverse."""
+VisionRope = Literal["", "axial", "alternating", "pairs", "alternating_pairs"]
 """RoPE of rows and columns: none; the first half of the frequencies for rows; every other one; those of
-neighboring numbers, the first half for columns, counted from 1 as the class embedding has position 0.
+neighboring numbers, the first half for columns, counted from 1 as the class embedding has position 0; or
+those of neighboring numbers, every other one for columns.
 """
 ProjectorKind = Literal[
     "mistral3", "llava", "pixel_shuffle", "pixel_shuffle_mlp", "llama4", "gemma3", "merger", "lfm3_vl", "glm",
@@ -24,7 +26,7 @@ ProjectorKind = Literal[
 ]  # fmt: skip
 ResizeKind = Literal[
     "longest_edge", "tiles", "canvas", "padded_canvas", "square", "center_crop", "pixels", "glm", "lfm2",
-    "gemma4", "slices", "anyres", "whole_units", "fitted_canvas",
+    "gemma4", "slices", "anyres", "whole_units", "fitted_canvas", "padded_units",
 ]  # fmt: skip
 """Rule for the size of an image (`layout.py`)."""
 
@@ -222,6 +224,8 @@ class ImageProcessorConfig:
     """Factor of `most` from which on an image is cut into tiles; ratio of its edges for crops."""
     canvases: tuple[tuple[int, int], ...] = ()
     """(height, width) of the canvases of tiles, one of which an image is padded to (LLaVA-NeXT)."""
+    patch: int = 0
+    """Side of a patch, where whole patches are counted (Kimi K2.5)."""
     kept_tiles: int = 0
     """Tiles that have as many patches as are kept of a larger canvas; 0: all are kept."""
     crop: int = 0
@@ -232,6 +236,14 @@ class ImageProcessorConfig:
         most = self.most and min(self.most, max(self.least, LOW_DETAIL**2, self.unit**2))
         longest = min(self.longest, LOW_DETAIL) if self.kind == "longest_edge" else self.longest
         return replace(self, splits=False, most=most, longest=longest)
+
+    def unpadded_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return (height, width) of an image before it is padded to whole units (Kimi K2.5)."""
+        patches = max(1, height // self.patch) * max(1, width // self.patch)
+        within = math.sqrt(self.most // self.patch**2 / patches)
+        scale = min(1.0, within, self.longest / height, self.longest / width)
+        tall, wide = (min(max(1, int(edge * scale)), self.longest) for edge in (height, width))
+        return tall, wide
 
     def canvas_of(self, width: int, height: int) -> tuple[int, int]:
         """Return the canvas on which an image keeps most pixels, the smallest of equal ones."""
@@ -362,31 +374,3 @@ KEPT_IMAGE_ROWS: Final = 4096
 
 NO_TOWER: Final = "it is a language model without a vision tower"
 """Reason why a model of texts cannot read images."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VisionShape:
-    """Sizes of a vision tower and of its embeddings."""
-
-    params: int
-    """Parameters of tower and projector, which stay unquantized."""
-    row: int
-    """Numbers of the embeddings of one row."""
-    patch_numbers: int
-    """Numbers of a layer's activations for each row: input and result, queries, keys and values, and a copy
-    of the latter two; or what a convolution has of the row in float32."""
-    row_bytes: int
-    """Bytes for each row that do not depend on the dtype: tables of RoPE, and two copies of its pixels."""
-    tower_rows: int
-    """Rows that the tower computes at once: of the largest tile or image, at most `IMAGE_ROWS`."""
-    slice_numbers: int
-    """Numbers of a layer's activations that do not grow with the image: norms and inner rows of a slice."""
-    whole_rows: int = 0
-    """Most rows of an image where a step computes all of one, beyond its budget if need be; 0 otherwise."""
-    usual_rows: int = 0
-    """Rows of an image of `USUAL_SIDE` x `USUAL_SIDE` pixels."""
-
-    def share(self, ranks: int) -> "VisionShape":
-        """Return what each of the ranks in one memory counts of the tower, which the first of them has."""
-        numbers = ("params", "row", "patch_numbers", "row_bytes", "slice_numbers")
-        return replace(self, **{name: -(-getattr(self, name) // ranks) for name in numbers})

@@ -13,6 +13,7 @@ from ...checkpoint.index import list_vision_tensors, refuse_undeclared
 from ...checkpoint.safetensors import TensorEntry, shown
 from ...errors import ModelError
 from ..fields import Fields, text_fields, with_text_sizes
+from ..shape import VisionShape
 from .config import (
     IMAGE_ROWS,
     NO_TOWER,
@@ -20,7 +21,6 @@ from .config import (
     USUAL_SIDE,
     TowerConfig,
     VisionConfig,
-    VisionShape,
 )
 from .fields import VisionFields, VisionFiles, VisionRule
 from .gemma import gemma3, gemma4, gemma4_unified
@@ -38,6 +38,8 @@ from .merged_patches import (
     exaone4_5,
     glm4v,
     glm_ocr,
+    kimi_k25,
+    kimi_vl,
     lfm3_vl,
     paddleocr_vl,
     qwen2_5_vl,
@@ -79,6 +81,8 @@ VISION_FAMILIES: Final[dict[str, VisionRule]] = {
     "exaone4_5": exaone4_5,
     "lighton_ocr": lighton_ocr,
     "paddleocr_vl": paddleocr_vl,
+    "kimi_k25": kimi_k25,
+    "kimi_vl": kimi_vl,
 }
 _NESTED: Final = "image_processor"
 """Key of processor_config.json with what preprocessor_config.json has alone."""
@@ -250,7 +254,12 @@ def _tower_tensors(tower: TowerConfig, out: int) -> Tensors:
         yield names.class_embedding, (hidden,)
     if tower.table:
         rows = tower.table_rows
-        pairs = {"places": (rows, 2, hidden), "axes": (2, rows, hidden)}
+        side = round(rows**0.5)
+        pairs = {
+            "places": (rows, 2, hidden),
+            "axes": (2, rows, hidden),
+            "bicubic_square": (side, side, hidden),
+        }
         yield names.table, pairs.get(tower.table, (rows + bool(names.class_embedding), hidden))
     if names.newline:
         yield names.newline, (out,)

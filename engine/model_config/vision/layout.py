@@ -1,7 +1,6 @@
 """Layout of images: what an image processor makes of one of W x H pixels, its tiles, rows and text.
 
-The rules of images are those of the processors in transformers, so that a model sees what it was
-trained with.
+The rules of images are those of the processors in transformers, so that a model sees what it knows.
 """
 
 import math
@@ -25,8 +24,7 @@ class ImageSizeError(ValueError):
 def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: bool = False) -> ImageLayout:
     """Return tiles, rows and text of an image of this size, in pixels after its EXIF turn.
 
-    `low_detail`: without tiles, and of about 512 x 512 pixels where sizes vary. Raises
-    ImageSizeError.
+    `low_detail`: without tiles, and of about 512 x 512 pixels where sizes vary. Raises ImageSizeError.
     """
     if low_detail:
         vision = replace(vision, processor=vision.processor.at_low_detail())
@@ -59,6 +57,9 @@ def resized(processor: ImageProcessorConfig, width: int, height: int) -> tuple[i
             return _glm_size(processor, width, height)
         case "whole_units":
             return _whole_units_size(processor, width, height)
+        case "padded_units":
+            tall, wide = processor.unpadded_size(width, height)
+            return -(-tall // processor.unit) * processor.unit, -(-wide // processor.unit) * processor.unit
         case "lfm2":
             return _limited_size(processor, width, height, at_least=True)
         case _:
@@ -255,14 +256,12 @@ def _canvas_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout
     rows, columns = grid_of(processor, width, height) if processor.splits else (1, 1)
     count = 1 if rows * columns == 1 else rows * columns + 1
     each = (processor.tile // tower.patch_size // tower.merge) ** 2
-    before, after = vision.tile_marks or ("", "")
+    (before, after), tokens = vision.tile_marks or ("", ""), vision.image_text * each
     names = [*range(1, count), "GLOBAL"] if before else [""] * count
     return ImageLayout(
         tiles=((processor.tile,) * 2,) * count,
         num_rows=count * each,
-        text=vision.start
-        + "".join(f"{before}{name}{vision.image_text * each}{after}" for name in names)
-        + vision.end,
+        text=vision.start + "".join(f"{before}{name}{tokens}{after}" for name in names) + vision.end,
         tile_grid=(rows, columns) if count > 1 else (0, 0),
     )
 

@@ -8,6 +8,8 @@ from ..fields import MAX_WIDTH
 from .config import (
     CLIP_MEAN,
     CLIP_STD,
+    HALF,
+    LINEARS,
     MAX_SIDE,
     ImageProcessorConfig,
     ResizeKind,
@@ -15,21 +17,11 @@ from .config import (
     TowerNames,
     VisionConfig,
 )
-from .fields import MAX_PIXELS, VisionFiles
+from .fields import MAX_PIXELS, VisionFields, VisionFiles
 
-_QWEN_NAMES: Final = {
-    "patch": "visual.patch_embed.proj",
-    "layers": "visual.blocks",
-    "stacked": "attn.qkv",
-}
-
-
+_QWEN_NAMES: Final = {"patch": "visual.patch_embed.proj", "layers": "visual.blocks", "stacked": "attn.qkv"}
 _MERGER: Final = tuple(f"visual.merger.{name}" for name in ("ln_q", "mlp.0", "mlp.2"))
-
-
 _GATED: Final = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-
-
 _DEPTH: Final = ("depth", "num_heads")
 
 
@@ -317,3 +309,87 @@ def paddleocr_vl(files: VisionFiles) -> VisionConfig:
     mark = files.token_text("image_token", "<|IMAGE_PLACEHOLDER|>")
     limits = 100295, 384 * 384, 1536 * 1536
     return _qwen(files, "PaddleOCR-VL", tower, mrope, limits, mark, "whole_units")
+
+
+def kimi_k25(files: VisionFiles) -> VisionConfig:
+    """Read Kimi K2.5, whose files are in its own spelling or that of transformers."""
+    # Their own keys are vt_hidden_size, init_pos_emb_height and so on.
+    own = {key.removeprefix("vt_").removeprefix("init_"): each for key, each in files.tower.raw.items()}
+    fields, model = VisionFields(own, files.tower.where), files.model
+    sizes = fields.sizes(width=1152, inner=4304, layers=27)
+    hidden, patch, merge = sizes["hidden_size"], sizes["patch_size"], fields.side("merge_kernel_size", 2)
+    side, at, mm = fields.integer("pos_emb_height", 64, most=MAX_SIDE), "vision_tower.", "mm_projector."
+    if fields.integer("pos_emb_width", side) != side or sizes["head_dim"] % 4:
+        raise fields.error("only a square of positions, and heads of a multiple of 4 numbers, are supported")
+    if model.integer("projection_hidden_size", hidden) != hidden:
+        raise model.error(f"projection_hidden_size is not that of the tower, {hidden}")
+    names = TowerNames(
+        patch=f"{at}patch_embed.proj",
+        layers=f"{at}encoder.blocks",
+        table=f"{at}patch_embed.pos_emb.weight",
+        post_norm=f"{at}encoder.final_layernorm",
+        norm1="norm0",
+        norm2="norm1",
+        stacked="wqkv",
+        output="wo",
+        up="mlp.fc0",
+        down="mlp.fc1",
+        projector=(f"{mm}pre_norm", f"{mm}proj.0", f"{mm}proj.2"),
+    )
+    tower = TowerConfig(
+        **sizes,
+        names=names,
+        activation=fields.activation("gelu_pytorch_tanh"),
+        eps=1e-5,
+        table="bicubic_square",
+        table_rows=side * side,
+        rope="alternating_pairs",
+        rope_theta=fields.rope_theta(),
+        merge=merge,
+        projector="lfm3_vl",
+        projector_size=hidden * merge**2,
+        projector_bias=True,
+        projector_eps=model.number("projection_layer_norm_eps", fields.number("projector_ln_eps", 1e-5)),
+    )
+    files = replace(files, processor=_kimi_rules(files.processor))
+    rules, mark = files.processor, files.token_text("image_token", "<|media_pad|>")
+    if rules.integer("patch_size", patch) != patch or rules.side("merge_size", merge) != merge:
+        raise rules.error(f"patch_size and merge_size are not those of the tower, {patch} and {merge}")
+    if not rules.flag("pad_input", default=True):
+        raise rules.error("pad_input false is not supported")
+    processor = ImageProcessorConfig(
+        kind="padded_units",
+        unit=patch * merge,
+        patch=patch,
+        most=rules.integer("max_patches", 16384, most=MAX_PIXELS) * patch**2,
+        longest=patch * rules.size("size", ("max_height",), 512, MAX_SIDE),
+        **files.pixels(HALF, HALF, 3),
+    )
+    return files.config(
+        tower,
+        processor,
+        family="Kimi K2.5",
+        image_token_id=files.image_token(163605, "image_token_id", "media_placeholder_token_id"),
+        placeholder=mark,
+        image_text=mark,
+    )
+
+
+def kimi_vl(files: VisionFiles) -> VisionConfig:
+    """Read Kimi-VL: that of Kimi K2.5 with other names in its projector."""
+    rules = VisionFields({"in_token_limit": 4096, **files.processor.raw}, files.processor.where)
+    found = kimi_k25(replace(files, processor=rules))
+    projector = ("multi_modal_projector.pre_norm", *LINEARS)
+    tower = replace(found.tower, names=replace(found.tower.names, projector=projector))
+    return replace(found, family="Kimi-VL", tower=tower)
+
+
+def _kimi_rules(rules: VisionFields) -> VisionFields:
+    """Return the rules of the image processor in the spelling of transformers."""
+    own = rules.mapping("media_proc_cfg") or rules.raw
+    keys = {"in_patch_limit": "max_patches", "in_token_limit": "max_patches"}
+    keys["merge_kernel_size"] = "merge_size"
+    raw = {keys.get(key, key): value for key, value in own.items()}
+    if (side := raw.get("patch_limit_on_one_side")) is not None:
+        raw["size"] = {"max_height": side}
+    return VisionFields(raw, rules.where)

@@ -247,3 +247,18 @@ def test_pixels_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
         theirs = tiles_of_transformers(tmp_path, vision, picture)
         assert [tile.shape[:2] for tile in ours] == [tile.shape[:2] for tile in theirs] == list(layout.tiles)
         assert max(abs(ours[n] - theirs[n]).max() for n in range(len(ours))) <= 1
+
+
+def test_kimi_pads_with_black_below_and_on_the_right(tmp_path: Path) -> None:
+    write_json(
+        tmp_path / "config.json",
+        {"model_type": "kimi_k25", "text_config": TEXT, "vision_config": {"depth": 1}},
+    )
+    vision = read_vision(tmp_path)
+    assert vision is not None
+    picture = draw_picture(97, 211)
+    (tile,) = make_tiles(picture, vision, lay_out_image(vision, 97, 211))
+    assert tile.size == (112, 224)
+    assert np.array_equal(np.asarray(tile)[:211, :97], np.asarray(picture))
+    assert not np.asarray(tile)[211:].any()
+    assert not np.asarray(tile)[:, 97:].any()

@@ -331,7 +331,7 @@ def test_the_text_of_a_kimi_vl(tmp_path: Path) -> None:
     }
     whole |= {"text_config": inner, "dtype": inner["dtype"]}
     whole["auto_map"] = {"AutoModelForCausalLM": "modeling_kimi_vl.KimiVLForConditionalGeneration"}
-    tower = {"vision_tower.patch_embed.proj.weight": torch.ones(8)}
+    tower = {"vision_tower.patch_embed.other.weight": torch.ones(8)}
     rewrite(
         model,
         lambda weights: {f"language_model.{name}": x for name, x in weights.items()} | tower,

@@ -177,3 +177,42 @@ def test_the_tower_of_llava_1_5_is_read_as_published(tmp_path: Path) -> None:
     assert config.vision is not None
     assert config.vision.hidden_size == config.hidden_size == 4096
     assert config.num_parameters == 6_738_939_904
+
+
+def test_llava_1_6_is_read_as_published(tmp_path: Path) -> None:
+    """It has 7,566,747,648 parameters, of which the last layer and norm of its tower are not run."""
+    raw = {
+        "architectures": ["LlavaNextForConditionalGeneration"],
+        "model_type": "llava_next",
+        "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+        "image_token_index": 32000,
+        "text_config": {
+            "architectures": ["MistralForCausalLM"],
+            "intermediate_size": 14336,
+            "max_position_embeddings": 32768,
+            "model_type": "mistral",
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "vocab_size": 32064,
+        },
+        "tie_word_embeddings": False,
+        "use_image_newline_parameter": True,
+        "vision_config": {
+            "hidden_size": 1024,
+            "image_size": 336,
+            "intermediate_size": 4096,
+            "model_type": "clip_vision_model",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "patch_size": 14,
+        },
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = parse_config(tmp_path)
+    assert config.vision is not None
+    unused = 4 * (1024 + 1) * 1024 + 4096 * (2 * 1024 + 1) + 1024 + 6 * 1024
+    assert config.num_parameters + config.vision.num_params + unused == 7_566_747_648

@@ -9,6 +9,7 @@ import pytest
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.kv_cache.state_manager import pool_blocks
 from llmbox.engine.ipc.messages import AddRequest, PreparedImage
+from llmbox.engine.model_config.vision.families import vision_shape
 from llmbox.engine.sampling_params import SamplingParams
 from support.real_engines import load, run, tokens
 from support.vision_models import MODELS, draw_picture, make_vision_model, prepare, read_vision
@@ -104,6 +105,16 @@ def test_the_plan_counts_the_tower_and_the_cache_of_pictures(tmp_path: Path) -> 
     assert info.image_cache_bytes == 4096 * 64 * 3 * 4
     assert info.weights_bytes > info.vision_bytes
     assert info.workspace_bytes > info.image_cache_bytes
+
+
+def test_the_plan_counts_the_tiles_of_the_largest_canvas(tmp_path: Path) -> None:
+    make_vision_model(tmp_path, "llava_next")
+    vision = read_vision(tmp_path)
+    assert vision is not None
+    rules = vision.processor
+    one_tile = replace(vision, processor=replace(rules, canvases=((48, 48),)))
+    more = vision_shape(vision).slice_numbers - vision_shape(one_tile).slice_numbers
+    assert more == 2 * (4 - 1) * 36 * vision.hidden_size  # tiles, and the same in lines; 36 rows a tile
 
 
 def test_a_picture_larger_than_a_step_has_room_in_sliding_windows(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def asked(directory: Path) -> list[AddRequest]:
         ("llava_onevision", {"tp": 2}),
         ("paddleocr_vl", {"pp": 2}),
         ("aya_vision", {"tp": 2}),
+        ("kimi_k25", {"pp": 2}),
     ],
 )
 def test_ranks_give_the_tokens_of_one(

@@ -30,7 +30,7 @@ MANY = 12
 WITHOUT_TOKEN_TYPES = {
     *("mistral3", "llava", "idefics3", "lfm2_vl", "internvl", "llama4"),
     *("lighton_ocr", "minicpmv4_6", "exaone4_5", "llava_next", "llava_onevision"),
-    *("qianfan_ocr", "aya_vision", "cohere2_vision"),
+    *("qianfan_ocr", "aya_vision", "cohere2_vision", "kimi_k25"),
 }
 """Models whose `forward` takes no types of tokens."""
 

@@ -127,7 +127,7 @@ def test_variants_of_intern_vit(tmp_path: Path, tower: dict[str, Any], side: int
 
 def is_vision(name: str) -> bool:
     parts = ("vision_", "visual", "multi_modal_projector", "connector", "embed_vision", "merger")
-    parts += ("image_newline", "mlp_AR", "mlp1.")
+    parts += ("image_newline", "mlp_AR", "mlp1.", "mm_projector")
     return any(part in name for part in parts)
 
 
@@ -139,6 +139,9 @@ def is_vision(name: str) -> bool:
         ("internvl", torch.bfloat16, 0.1),
         ("llama4", torch.float32, 1e-4),
         ("lfm3_vl", torch.bfloat16, 0.3),  # twice as many layers
+        ("llava_onevision", torch.float32, 1e-4),
+        ("aya_vision", torch.float32, 1e-4),
+        ("kimi_k25", torch.bfloat16, 0.1),
     ],
 )
 def test_a_picture_has_the_same_bits_every_time_on_the_cpp_kernels(

@@ -189,6 +189,45 @@ def test_canvases_and_texts_of_cohere(tmp_path: Path, size: tuple[int, int], gri
     assert aya.text == AyaVisionProcessor.replace_image_token(stub, {"num_patches": [len(aya.tiles)]}, 0)
 
 
+@pytest.mark.parametrize(
+    ("size", "inside", "whole"),
+    [
+        ((1, 1), (1, 1), (28, 28)),
+        ((30, 2000), (2000, 30), (2016, 56)),
+        ((1023, 769), (769, 1023), (784, 1036)),
+        ((640, 8), (8, 640), (28, 644)),
+        ((20000, 700), (250, 7168), (252, 7168)),
+        ((3000, 2999), (1793, 1794), (1820, 1820)),
+        ((3, 9000), (7168, 2), (7168, 28)),
+    ],
+)
+def test_sizes_of_kimi(
+    tmp_path: Path, size: tuple[int, int], inside: tuple[int, int], whole: tuple[int, int]
+) -> None:
+    """Compare with the sizes of the processor of transformers 5.23, which needs torchvision. Both spellings
+    of the files mean the same.
+    """
+    text = {"model_type": "kimi_k25", "text_config": TEXT}
+    write_json(tmp_path / "config.json", text | {"vision_config": {"num_hidden_layers": 3}})
+    vision = read_vision(tmp_path)
+    assert vision is not None
+    layout = lay_out_image(vision, *size)
+    assert vision.processor.unpadded_size(*size) == inside
+    assert layout.tiles == (whole,)
+    assert layout.text == "<|media_pad|>" * (whole[0] * whole[1] // 784)
+    own = {"vt_hidden_size": 1152, "vt_num_hidden_layers": 3, "init_pos_emb_height": 64}
+    own |= {"merge_kernel_size": [2, 2], "projector_ln_eps": 1e-5}
+    write_json(tmp_path / "config.json", text | {"vision_config": own, "media_placeholder_token_id": 163605})
+    rules = {
+        "in_patch_limit": 16384,
+        "patch_limit_on_one_side": 512,
+        "merge_kernel_size": 2,
+        "patch_size": 14,
+    }
+    write_json(tmp_path / "preprocessor_config.json", {"media_proc_cfg": rules | {"image_mean": [0.5] * 3}})
+    assert read_vision(tmp_path) == vision
+
+
 def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
     with pytest.raises(ImageSizeError, match="200 times as many"):
         lay_out_image(read(tmp_path, "qwen2_vl"), 1, 201)
@@ -267,6 +306,11 @@ def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
         ),
         ("aya_vision", {"image_size": 40}, {"size": {"height": 40, "width": 40}}, "squares of 2 x 2 patches"),
         ("aya_vision", {}, {"size": {"height": 96, "width": 96}}, "size must be that of the tower, 48"),
+        ("kimi_k25", {"pos_emb_width": 6}, {}, "only a square of positions"),
+        ("kimi_k25", {"num_attention_heads": 8}, {}, "heads of a multiple of 4 numbers"),
+        ("kimi_vl", {}, {"pad_input": False}, "pad_input false is not supported"),
+        ("kimi_k25", {}, {"merge_size": 3}, "not those of the tower, 6 and 2"),
+        ("kimi_k25", {}, {"size": {"max_height": 0, "max_width": 0}}, "max_height"),
         ("cohere2_vision", {}, {"max_patches": 65}, "max_patches 65 is beyond"),
         ("qianfan_ocr", {"use_qk_norm": True}, {}, "use_qk_norm true is not supported"),
         ("paddleocr_vl", {}, {"temporal_patch_size": 2}, "temporal_patch_size 2 is not that of the tower, 1"),
@@ -298,6 +342,7 @@ def test_files_that_contradict_each_other_leave_text_and_name_the_key(
         ("llava_next", "image_grid_pinpoints", [["48", 48]], "must be heights and widths of at most 64"),
         ("llava_next", "vision_feature_layer", [-1, 9], r"[-1, 9] is not supported, only some of 2 layers"),
         ("llava_next", "vision_feature_layer", [], "[] is not supported, only some of 2 layers"),
+        ("kimi_k25", "projection_hidden_size", 40, "projection_hidden_size is not that of the tower, 48"),
         ("aya_vision", "vision_feature_layer", [-2, -1], "only one vision_feature_layer"),
         ("cohere2_vision", "alignment_intermediate_size", 41, "an even alignment_intermediate_size"),
         ("llava_onevision", "vision_aspect_ratio", "anyres", "'anyres' is not supported, only anyres_max_9"),
