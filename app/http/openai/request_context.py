@@ -173,6 +173,7 @@ class RequestContext:
             "client": self.client,
             "keep": self.keep(),
             "clock": self.clock,
+            "drain": self.services.drain,
         }
 
     def allowed(self) -> Callable[[], bool] | None:
