@@ -120,6 +120,10 @@ SYNONYMS: Final = {
 """Command names of other programs, each with our names for it; the first that the group has is suggested."""
 
 
+_CHOICES = {"gpu": "cuda", "fp16": "float16", "half": "float16", "fp32": "float32"}
+"""Values that other programs have, each with ours."""
+
+
 def refuse_unknown(group: click.Group, ctx: click.Context, args: list[str]) -> None:
     """Raise UsageError with the nearest command, if the first word is none of the group's."""
     word = args[0]
@@ -138,7 +142,11 @@ def with_nearest_choice(error: click.UsageError) -> click.UsageError:
         return error
     kind = error.param.type
     said = re.match(r"'(.*)' is not one of", error.message)
-    if not isinstance(kind, click.Choice) or not said or not (meant := nearest(said[1], [*kind.choices])):
+    if not isinstance(kind, click.Choice) or not said:
+        return error
+    ours = _CHOICES.get(said[1].lower())
+    meant = ours if ours in kind.choices else nearest(said[1], [*kind.choices])
+    if meant is None:
         return error
     message = f"{error.message.rstrip('.')}. Did you mean '{meant}'?"
     return click.BadParameter(message, error.ctx, error.param, error.param_hint)

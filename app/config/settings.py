@@ -70,9 +70,10 @@ class ServerSettings:
 class LimitSettings:
     body_bytes: int = key(2_000_000, "Maximum size of a request body in bytes.", low=1024, high=1 << 30)
     file_bytes: int = key(100_000_000, "Maximum size of an uploaded file in bytes.", low=1024, high=1 << 36)
-    open_body_bytes: int = key(
-        1_000_000_000,
-        "Size of the bodies of all open requests in bytes above which a body of 1 MiB or more gets 503.",
+    open_body_bytes: int | None = key(
+        None,
+        "Size of the bodies of all open requests in bytes above which a body of 1 MiB or more gets 503; "
+        "auto: a sixteenth of the memory, 1 GB at most.",
         low=1 << 20,
         high=1 << 40,
     )

@@ -33,6 +33,7 @@ from ..lifecycle.instance import find_running
 from ..lifecycle.program import Program
 from ..models.catalog import hub_cache, on_disk
 from ..security.key_store import KeyStore
+from ..store.database_file import newest_schema, open_file, schema_of
 from ..util.formatting import runs_on, size
 
 OLDEST_TORCH = (2, 11)
@@ -322,6 +323,24 @@ def _missing_files(folder: Path) -> list[str]:
     return missing
 
 
+def check_request_log(program: Program) -> Iterator[Finding]:
+    """Report whether this version can write the request log. Its content is checked by `llmbox db check`."""
+    path, name = program.paths.request_db, "request log"
+    if not path.exists():
+        return
+    try:
+        with open_file(path) as connection:
+            schema = schema_of(connection) or ""
+    except CliError as error:
+        yield Finding(name, "failed", f"{error.what}: {error.why}", error.fix)
+        return
+    if schema > newest_schema():
+        problem = f"{path} was written by a newer llmbox (schema {schema}): no request is logged"
+        yield Finding(name, "failed", problem, "update llmbox, or move the file away to begin a new log")
+    else:
+        yield Finding(name, "ok", str(path))
+
+
 CHECKS: tuple[Callable[[Program], Iterator[Finding]], ...] = (
     check_python,
     check_torch,
@@ -333,5 +352,6 @@ CHECKS: tuple[Callable[[Program], Iterator[Finding]], ...] = (
     check_kv_cache,
     check_config,
     check_daemon,
+    check_request_log,
     check_models,
 )

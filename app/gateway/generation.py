@@ -18,6 +18,7 @@ from ..engines.admission import QueueReservation
 from ..engines.loaded_model import LoadedModel
 from ..errors import ApiError
 from ..images.reader import ImageLease
+from ..lifecycle.drain import Drain
 from ..security.rate_limit import KeyLimiter
 from ..text.stop_strings import CallMark
 from .request_times import ExchangeClock
@@ -93,6 +94,8 @@ class Generation:
     max_tokens_param: str = "max_tokens"
     clock: ExchangeClock = field(default_factory=ExchangeClock)
     """Moments of its HTTP exchange."""
+    drain: Drain | None = None
+    """Drain of the daemon: once it has expired, a request whose task is cancelled ends for that reason."""
 
 
 @dataclass(frozen=True, slots=True)

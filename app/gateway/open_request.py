@@ -14,6 +14,7 @@ from typing import Self
 from llmbox.engine.ipc.messages import RequestOutput
 
 from ..errors import ApiError
+from ..lifecycle.drain import shutting_down
 from ..security.rate_limit import TokenReservation
 from ..store.record import LiveRequest, RequestRecord
 from ..util.formatting import hide_folders
@@ -144,6 +145,8 @@ class OpenRequest:
             self._end_with(error)
         elif isinstance(error, Exception) and not isinstance(error, OSError):
             self._end_with(ApiError(500, "Something went wrong inside llmbox.", "internal_error"))
+        elif self.generation.drain is not None and self.generation.drain.expired:
+            self._end_with(shutting_down())  # its task was cancelled by the daemon's end
         else:
             self.end(CLIENT_CLOSED, "client_disconnected")
 

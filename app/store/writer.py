@@ -72,8 +72,8 @@ class RequestLog:
         self._queue: queue.Queue[_Item | Callable[[], None] | None] = queue.Queue(_QUEUE_LIMIT)
         self._room = ContentBudget(_QUEUED_CONTENT)
         self._engine: Engine | None = None
-        self._problem = ""
-        """Reason why the file cannot be opened."""
+        self.problem = ""
+        """Reason why the file cannot be opened: no row is kept meanwhile."""
         self._wanted = threading.Event()
         """Set by readers that wait for the file to be open."""
         self._opened = threading.Event()
@@ -187,7 +187,7 @@ class RequestLog:
         def run() -> None:
             try:
                 if self._engine is None:
-                    raise StoreError(f"the request log cannot be opened: {self._problem}")  # noqa: TRY301
+                    raise StoreError(f"the request log cannot be opened: {self.problem}")  # noqa: TRY301
                 call(self._engine)
             except Exception as error:  # noqa: BLE001 - it would end the writer thread
                 failed(first_line(error))
@@ -254,7 +254,7 @@ class RequestLog:
 
     def _read(self, run: "Callable[[Engine], T]") -> T:
         if not self._is_open() or self._engine is None:
-            raise StoreError(f"the file cannot be opened: {self._problem}")
+            raise StoreError(f"the file cannot be opened: {self.problem}")
         # Imported already: two threads that import SQLAlchemy at once may find half a module.
         from sqlalchemy.exc import DatabaseError  # noqa: PLC0415
 
@@ -295,12 +295,12 @@ class RequestLog:
     def _open(self) -> None:
         from .database import open_database  # noqa: PLC0415 - see the module's docstring
 
-        self._engine = None
+        self._engine, self.problem = None, ""
         try:
             self._engine = open_database(self.path)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the file, serving goes on
             reason = getattr(error, "orig", error)  # without SQLAlchemy's lines on where to read more
-            self._problem = str(reason)
+            self.problem = str(reason)
             log.warning("the request log %s cannot be opened: %s", self.path, reason)
         self._opened.set()
 

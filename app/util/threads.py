@@ -14,7 +14,7 @@ SMALL = 2000
 """Characters or tokens that are processed on the loop: about the time that a thread switch takes."""
 
 
-CALLER: Final = ContextVar("caller", default="")
+TENANT: Final = ContextVar("tenant", default="")
 """Tenant of the request that this task works for (`Identity.tenant`); empty for the daemon itself."""
 
 
@@ -42,14 +42,14 @@ class FairSlots:
             self.release(caller)
 
     def has_room(self, most: int) -> bool:
-        """Return whether `CALLER` may wait: not where `most` do, unless it has less than its share."""
+        """Return whether `TENANT` may wait: not where `most` do, unless it has less than its share."""
         if sum(map(len, self._waiting.values())) < most:
             return True
-        return len(self._waiting.get(CALLER.get(), ())) * len(self._waiting) < most
+        return len(self._waiting.get(TENANT.get(), ())) * len(self._waiting) < most
 
     async def acquire(self) -> str:
-        """Take a slot for `CALLER`, which is returned for `release`."""
-        caller = CALLER.get()
+        """Take a slot for `TENANT`, which is returned for `release`."""
+        caller = TENANT.get()
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(caller, deque()).append(turn)
         self._serve()

@@ -240,7 +240,7 @@ def architecture_of(gguf: GgufFile) -> GgufArchitecture:
         raise UnsupportedArchitecture(f"{gguf.path} is {_OTHER_FILES['mmproj']}")
     if name not in ARCHITECTURES:
         raise UnsupportedArchitecture(
-            f"{gguf.path}: architecture {name!r} in GGUF is not supported; supported: "
+            f"{gguf.path}: architecture {name[:80]!r} in GGUF is not supported; supported: "
             f"{', '.join(ARCHITECTURES)}"
         )
     found = ARCHITECTURES[name]

@@ -381,7 +381,8 @@ def named_architecture(fields: Fields) -> Architecture:
     for kind in ARCHITECTURES.values():
         if not names and model_type == kind.model_type:
             return kind
-    wanted = ", ".join(map(str, names[:4])) if isinstance(names, list) and names else show(model_type)
+    listed = names[:4] if isinstance(names, list) else []
+    wanted = ", ".join(show(name).strip("'") for name in listed) or show(model_type)
     missing = MISSING.get(with_head(wanted.replace("ForConditionalGeneration", "ForCausalLM")))
     reason = f": it needs {missing}" if missing else ""
     raise UnsupportedArchitecture(

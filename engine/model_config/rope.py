@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .attention import FULL, SLIDING, layer_types, windows_by_type
-from .fields import Fields, raw_rope
+from .fields import Fields, raw_rope, show
 
 MAX_FACTOR = 65536.0
 MAX_THETA = 1e15
@@ -267,7 +267,8 @@ def phi3_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> La
     if rope_type in ("su", "yarn"):
         raw = {**raw, "rope_type": "longrope"}
     elif rope_type not in ("default", "longrope"):
-        raise fields.error(f"RoPE type {rope_type!r} is not supported of this architecture, only longrope")
+        named = show(rope_type)
+        raise fields.error(f"RoPE type {named} is not supported of this architecture, only longrope")
     return (read_rope(raw, fields, part_of_head(raw, fields, head_dim), positions),), (0,) * layers
 
 
@@ -329,7 +330,7 @@ def read_rope(
     if any(isinstance(value, dict) for value in raw.values()):
         raise rope.error("RoPE parameters by layer type are not supported")
     if rope_type not in ROPE_TYPES:
-        raise rope.error(f"RoPE type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        raise rope.error(f"RoPE type {show(rope_type)} is not supported; supported: {', '.join(ROPE_TYPES)}")
     if not 1.0 < theta <= MAX_THETA:
         raise rope.error(f"rope_theta {theta} must be larger than 1 and at most {MAX_THETA:g}")
     if rope_type == "default":

@@ -1,6 +1,8 @@
 """Keys by the command line, the admin API and the official client, against a daemon with the fake engine."""
 
 import json
+import os
+import re
 import stat
 import subprocess
 import sys
@@ -331,6 +333,12 @@ def test_beyond_this_machine_only_with_a_key(box: Box) -> None:
     assert running is not None
     url = running.url
     assert "127.0.0.1" in url
+    advice = box.run("up").out
+    assert '-H "Authorization: Bearer $LLMBOX_API_KEY"' in advice
+    shown = re.search(r"^  (curl .*\n.*)$", advice, re.MULTILINE)
+    assert shown is not None
+    environ = os.environ | {"LLMBOX_API_KEY": secret}
+    subprocess.run(["bash", "-c", shown[1].replace("curl ", "curl -fsS ")], env=environ, check=True)
     assert ask(f"{url}/health") == 200
     for path in ("/v1/models", "/ready", "/metrics", "/version", "/openapi.json", "/admin/api/status"):
         assert ask(url + path) == 401, path

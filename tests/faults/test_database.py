@@ -39,6 +39,7 @@ def dropped(box: Box) -> int:
 
 
 def assert_rows_come_again(box: Box) -> None:
+    """Also `status` no longer says that they are lost."""
     before = rows(box)
 
     def more() -> bool:
@@ -46,6 +47,7 @@ def assert_rows_come_again(box: Box) -> None:
         return rows(box) > before
 
     until(more)
+    assert "Requests are not logged" not in box.run("status").out
 
 
 def in_the_way(path: Path) -> Callable[[], None]:
@@ -74,6 +76,10 @@ def test_a_file_that_cannot_be_used_at_the_start(box: Box, harm: Callable[[Path]
     assert ask(box) == 2
     assert box.is_ready()
     assert box.run("ps", "-q").out == "tiny\n"
+    is_lost = harm is not no_database  # which is moved aside
+    for words in (["requests"], ["requests", "-q"], ["requests", "--json"]):
+        assert box.run(*words).code == (1 if is_lost else 0)
+    assert ("Requests are not logged: " in box.run("status").out) == is_lost
     mend()
     assert_rows_come_again(box)
 

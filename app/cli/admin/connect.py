@@ -144,6 +144,13 @@ def _list_assistants(program: Program, *, as_json: bool, quiet: bool) -> None:
         output.say("Their settings: llmbox connect mcp ASSISTANT; --write merges them into the file")
 
 
+def needs_key(program: Program) -> bool:
+    """Return whether the daemon asks clients on this machine for a key."""
+    loopback = program.client.get("/admin/api/status")["host"] in {"127.0.0.1", "::1", "localhost"}
+    settings = program.client.get("/admin/api/config")["settings"]
+    return not loopback or bool(settings["server.require_key"]["value"])
+
+
 def _endpoint(program: Program, wanted: str | None) -> Endpoint:
     status = program.client.get("/admin/api/status")
     listed = program.client.get("/v1/models")["data"]
@@ -155,14 +162,12 @@ def _endpoint(program: Program, wanted: str | None) -> Endpoint:
     if not names:
         raise CliError("there is no model to use", "none is loaded", "llmbox load MODEL", Exit.NOT_FOUND)
     model = wanted or names[0]
-    settings = program.client.get("/admin/api/config")["settings"]
-    loopback = status["host"] in {"127.0.0.1", "::1", "localhost"}
     models = (wanted,) if wanted else tuple(names)
     return Endpoint(
         root=status["url"],
         model=model,
         models=models,
-        needs_key=not loopback or bool(settings["server.require_key"]["value"]),
+        needs_key=needs_key(program),
         certificate=running.certificate if (running := find_running(program.paths)) else "",
         contexts={
             each["id"]: each["context_window"]

@@ -244,19 +244,20 @@ class SinceParam(click.ParamType[float]):
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with -f one for each request.")
 @click.option("-q", "--quiet", is_flag=True, help="Print ids only.")
 @click.pass_context
-def requests(context: click.Context, /, *, follow: bool, as_json: bool, quiet: bool, **filters: Any) -> None:
+def requests(context: click.Context, /, *, follow: bool, as_json: bool, quiet: bool, **filters: Any) -> Exit:
     """Read and follow the request log; show, replay, cancel or erase requests.
 
-    Rows hold metadata. Prompts and answers are kept only for keys created with --log-content (see show).
+    Exit 1 where the log cannot be read. Rows hold metadata. Prompts and answers
+    are kept only for keys created with --log-content (see show).
     """
     if context.invoked_subcommand is not None:
-        return
+        return Exit.OK
     program: Program = context.ensure_object(Program)
     path = "/admin/api/requests?" + urlencode({k: v for k, v in filters.items() if v not in {None, False}})
     if follow:
         for row in _follow_rows(program, path, filters):
             _print_followed(row, as_json=as_json, quiet=quiet)
-        return
+        return Exit.OK
     answer = program.client.get(path)
     if as_json:
         output.write_json("requests", answer)
@@ -265,6 +266,10 @@ def requests(context: click.Context, /, *, follow: bool, as_json: bool, quiet: b
             output.write(row["id"])
     else:
         _print(answer)
+    if answer["problem"]:
+        output.say(answer["problem"])
+        return Exit.FAILED
+    return Exit.OK
 
 
 def _follow_rows(program: Program, path: str, filters: Mapping[str, Any]) -> Iterator[Row]:
@@ -307,9 +312,7 @@ def _print(answer: Mapping[str, Any]) -> None:
     _print_live(answer["in_flight"])
     if rows:
         output.table(HEADERS, [_row(row) for row in rows], right=(6, 7, 8, 9, 10))
-    elif answer["problem"]:
-        output.say(answer["problem"])
-    elif not answer["in_flight"]:
+    elif not answer["in_flight"] and not answer["problem"]:
         output.say("No finished request matches.")
     if answer["dropped"]:
         lost = "1 row was" if answer["dropped"] == 1 else f"{answer['dropped']} rows were"

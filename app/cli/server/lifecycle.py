@@ -61,6 +61,8 @@ def _print(answer: dict[str, Any]) -> None:
     for each in answer["error_rates"]:
         if each["failed"]:
             _print_failing(each)
+    if answer["request_log_problem"]:
+        output.write(formatting.printable(f"  Requests are not logged: {answer['request_log_problem']}"))
     if answer["pending_restart"]:
         output.write(f"  Changed settings wait for a restart: {', '.join(answer['pending_restart'])}")
     output.write("")

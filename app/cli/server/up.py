@@ -13,11 +13,13 @@ import click
 
 from ...config.entries import Scalar
 from ...errors import CliError, Exit
+from ...integrations.guides import KEY_VARIABLE
 from ...lifecycle.instance import RunningDaemon, find_running
 from ...lifecycle.program import Command, Program, json_option, pass_program, require_single
 from ...models.load_request import ModelRequest
 from ...util.formatting import format_setting
 from .. import output
+from ..admin.connect import needs_key
 from ..models.pull import fetch_missing
 from ..options import checked_alias, daemon_options, flag, mmproj_option, model_options, parameter, read_flags
 from .daemon_starter import Started, start_daemon, wait_for_models
@@ -231,15 +233,17 @@ def _print(
     output.write(f"  Models  {', '.join(words) or 'none; load one with {llmbox} load MODEL'}")
     if models:
         output.write("")
-        output.write("Try it:")
-        output.write(_curl(running, models[0]))
+        key = KEY_VARIABLE if needs_key(program) else ""
+        output.write(f"Try it, with {key} set to a key (llmbox key add NAME):" if key else "Try it:")
+        output.write(_curl(running, models[0], key))
         if (models[0].get("info") or {}).get("generates", True):
             output.write(f"  {llmbox} run {models[0]['name']}")
     output.write("")
     output.write(f"Watch it: {llmbox} top    Stop it: {llmbox} down")
 
 
-def _curl(running: RunningDaemon, model: Mapping[str, Any]) -> str:
+def _curl(running: RunningDaemon, model: Mapping[str, Any], key: str) -> str:
+    """Format a request. `key`: variable with an API key; empty where none is needed."""
     body: dict[str, Any] = {"model": model["name"]}
     info = model.get("info") or {}
     if info.get("num_labels"):
@@ -251,7 +255,7 @@ def _curl(running: RunningDaemon, model: Mapping[str, Any]) -> str:
     else:
         path, body["prompt"], body["max_tokens"] = "completions", "Once upon a time", 32
     trust = f" --cacert {shlex.quote(running.certificate)}" if running.certificate else ""
-    header = "-H 'Content-Type: application/json'"
+    header = "-H 'Content-Type: application/json'" + (f' -H "Authorization: Bearer ${key}"' if key else "")
     return f"  curl{trust} {running.url}/v1/{path} {header} \\\n    -d '{json.dumps(body)}'"
 
 

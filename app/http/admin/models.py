@@ -223,6 +223,7 @@ def status(request: StrictRequest) -> Status:
         pending_restart=control.pending_restart(),
         begun_with=dict(control.begun_with),
         models=describe_all(control),
+        request_log_problem=services.request_log.problem,
         error_rates=services.telemetry.error_rates.read(),
     )
 

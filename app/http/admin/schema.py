@@ -128,6 +128,8 @@ class Status(Struct, kw_only=True):
     pending_restart: list[str]
     begun_with: dict[str, Any]
     models: list[ModelStatus]
+    request_log_problem: str = ""
+    """Reason why requests are not logged."""
     error_rates: tuple[ErrorRate, ...] = ()
     """Models with requests in the last five minutes; most failures first."""
 

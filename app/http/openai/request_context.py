@@ -24,7 +24,7 @@ from ...gateway.open_request import CLIENT_CLOSED, OpenRequest
 from ...gateway.request_times import ExchangeClock
 from ...security.security import Identity
 from ...services import Services
-from ...util.threads import CALLER
+from ...util.threads import TENANT
 from ..auth.guard import Access, identity_of
 from ..server.errors import ClientGone
 from ..server.request import CLOCK, StrictRequest, is_local_socket, request_id
@@ -81,7 +81,7 @@ class RequestContext:
             clock=clock,
         )
         clock.arrived = time.monotonic()
-        CALLER.set(call.caller.tenant)
+        TENANT.set(call.caller.tenant)
         return call
 
     @property
@@ -173,6 +173,7 @@ class RequestContext:
             "client": self.client,
             "keep": self.keep(),
             "clock": self.clock,
+            "drain": self.services.drain,
         }
 
     def allowed(self) -> Callable[[], bool] | None:

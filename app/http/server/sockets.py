@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from llmbox.engine.hardware.machine import read_memory
 from llmbox.engine.hardware.proc import trim_heap
 
 from ...errors import LlmboxError
@@ -232,8 +233,9 @@ class BodyMemory:
     threads that read them, and glibc would keep it.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int | None = None) -> None:
+        """`limit`: bytes of all bodies; None: a sixteenth of the memory, 1 GB at most."""
+        self._limit = min(1_000_000_000, read_memory().total // 16) if limit is None else limit
         self._held: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 

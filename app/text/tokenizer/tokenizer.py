@@ -22,9 +22,9 @@ from .text_encoder import SpecialTokenMarkers, TextEncoder, TokenizeError
 
 T = TypeVar("T")
 _THREADS: Final = max(2, min(8, os.cpu_count() or 1))
-_ENCODING: Final = FairSlots(_THREADS, most_per_caller=_THREADS - 1)
-"""Threads that encode, of all models: one is left to others while a caller sends long texts. Each takes up to
-200 bytes per token.
+_ENCODING: Final = FairSlots(_THREADS + 1, most_per_caller=_THREADS)
+"""Threads that encode, of all models: one more than a caller may have, which is left to others while it sends
+long texts. Each takes up to 200 bytes per token.
 """
 
 

@@ -1,7 +1,9 @@
 """Commands that need no daemon, run in this process."""
 
+import contextlib
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -234,6 +236,24 @@ def test_show_and_ls_of_what_is_on_disk(llmbox, tmp_path: Path):
     assert code == 0
     assert (facts["architecture"], facts["layers"], facts["servable"]) == ("Qwen3ForCausalLM", 2, False)
     assert json.loads(llmbox("ls", "--json")[1])["schema"] == "llmbox.ls/1"
+
+
+@pytest.mark.parametrize(("schema", "status"), [("999", "failed"), ("001", "ok"), (None, "failed")])
+def test_doctor_looks_at_the_request_log(llmbox, tmp_path: Path, schema: str | None, status: str):
+    _, out, _ = llmbox("doctor", "--json")
+    assert "request log" not in out
+    path = tmp_path / "data" / "state" / "requests.db"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if schema is None:
+        path.write_bytes(b"no database at all" * 400)
+    else:
+        with contextlib.closing(sqlite3.connect(path)) as file, file:
+            file.execute("CREATE TABLE alembic_version (version_num TEXT)")
+            file.execute("INSERT INTO alembic_version VALUES (?)", [schema])
+    _, out, _ = llmbox("doctor", "--json")
+    (found,) = [each for each in json.loads(out)["findings"] if each["name"] == "request log"]
+    assert found["status"] == status
+    assert bool(found["fix"]) == (status == "failed")
 
 
 def test_doctor_reports_findings_with_fixes(llmbox, tmp_path: Path):

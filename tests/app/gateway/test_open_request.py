@@ -7,14 +7,15 @@ import pytest
 from llmbox.app.errors import ApiError
 from llmbox.app.gateway.open_request import OpenRequest
 from llmbox.app.gateway.request_times import ExchangeClock
+from llmbox.app.lifecycle.drain import Drain
 from llmbox.engine.ipc.messages import RequestOutput
 
 
-def ending(error: BaseException | None) -> tuple[int, str, str]:
+def ending(error: BaseException | None, drain: Drain | None = None) -> tuple[int, str, str]:
     """Status, code and reason of a request whose reader ends with `error`."""
     ends = []
     opened = OpenRequest(
-        SimpleNamespace(prompts=[[1]], clock=ExchangeClock()),
+        SimpleNamespace(prompts=[[1]], clock=ExchangeClock(), drain=drain),
         [],
         lambda request, *end: ends.append((*end, request.reason)),
         print,
@@ -27,6 +28,15 @@ def ending(error: BaseException | None) -> tuple[int, str, str]:
 @pytest.mark.parametrize("error", [None, asyncio.CancelledError(), GeneratorExit(), ConnectionResetError()])
 def test_a_reader_that_left(error):
     assert ending(error) == (499, "client_disconnected", "")
+
+
+def test_a_request_that_the_end_of_the_daemon_cut_short():
+    """It was logged as a client that left. While the drain lasts, a client may leave as before."""
+    drain = Drain()
+    drain.begin()
+    assert ending(asyncio.CancelledError(), drain)[:2] == (499, "client_disconnected")
+    drain.expired = True
+    assert ending(asyncio.CancelledError(), drain)[:2] == (503, "shutting_down")
 
 
 def test_an_answer_that_could_not_be_made_is_a_failure_of_the_server():

@@ -13,7 +13,7 @@ from llmbox.app.errors import ApiError
 from llmbox.app.images import reader
 from llmbox.app.images.source import ImageSource
 from llmbox.app.sandbox.worker import ATTACHED
-from llmbox.app.util.threads import CALLER
+from llmbox.app.util.threads import TENANT
 
 
 @dataclass
@@ -58,7 +58,7 @@ def reply(size: int) -> dict[str, object]:
 async def read(
     images: reader.ImageReader, content: bytes, lease: reader.ImageLease, caller: str = ""
 ) -> None:
-    CALLER.set(caller)
+    TENANT.set(caller)
     limits = LimitSettings()
     await images.read([picture(content)], Facts(), limits, lease, may_fetch=False)
 

@@ -8,7 +8,7 @@ import pytest
 from llmbox.app.errors import ApiError
 from llmbox.app.sandbox import pool as worker_pool
 from llmbox.app.sandbox.pool import TemplatePool, job
-from llmbox.app.util.threads import CALLER
+from llmbox.app.util.threads import TENANT
 from support.engines import until
 
 
@@ -156,7 +156,7 @@ async def test_slow_templates_of_one_caller_leave_a_worker_to_others(monkeypatch
         return {"text": "done"}
 
     async def render(caller, template):
-        CALLER.set(caller)
+        TENANT.set(caller)
         return await pool.render(job(template, {}))
 
     monkeypatch.setattr(pool, "_try", attempt)
@@ -178,7 +178,7 @@ async def test_a_full_line_has_room_for_a_caller_with_less_than_its_share(monkey
         return {"text": "done"}
 
     async def render(caller):
-        CALLER.set(caller)
+        TENANT.set(caller)
         return await pool.render(job("x", {}))
 
     monkeypatch.setattr(pool, "_try", attempt)

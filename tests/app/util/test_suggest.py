@@ -46,6 +46,9 @@ def called(tmp_path: Path, capsys, monkeypatch):
         (["show", "buitlin"], "did you mean builtin?"),
         (["up", "bulitin"], "did you mean builtin?"),
         (["run", "bultin", "hi"], "did you mean builtin?"),
+        (["up", "builtin", "--device", "gpu"], "Did you mean 'cuda'?"),
+        (["up", "builtin", "--dtype", "FP16"], "Did you mean 'float16'?"),
+        (["up", "builtin", "--dtype", "bf16"], "Did you mean 'bfloat16'?"),
     ],
 )
 def test_the_nearest_is_named(called, words, meant):

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from llmbox.app.util.threads import CALLER, FairSlots
+from llmbox.app.util.threads import TENANT, FairSlots
 
 
 async def wait_for(slots: FairSlots, caller: str, served: list[str]) -> None:
-    CALLER.set(caller)
+    TENANT.set(caller)
     async with slots.hold():
         served.append(caller)
         await asyncio.sleep(0)

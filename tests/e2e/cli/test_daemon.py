@@ -27,6 +27,7 @@ def test_up_is_idempotent_and_down_leaves_nothing(box: Box):
     assert first.code == 0, first.err
     assert "http://127.0.0.1:" in first.out
     assert "curl " in first.out
+    assert "Authorization" not in first.out, "no key is needed"
     assert f"llmbox --data-dir {box.paths.data_dir} top" in first.out, "the printed commands lead elsewhere"
     assert "Starting the daemon" in first.err
     second = box.run("up", model, "--json")

@@ -163,6 +163,16 @@ def test_a_known_architecture_is_refused_with_what_is_missing(
         parse_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "changes", [{"architectures": ["A" * 100_000]}, {"rope_scaling": {"rope_type": "R" * 100_000}}]
+)
+def test_a_long_name_is_not_repeated_in_full(tmp_path: Path, changes: dict[str, object]) -> None:
+    write(tmp_path, {**tiny_config("llama"), **changes})
+    with pytest.raises(ModelError, match="is not supported") as refused:
+        parse_config(tmp_path)
+    assert len(str(refused.value)) < 10_000
+
+
 def test_code_of_the_model_is_never_run(tmp_path: Path) -> None:
     write(tmp_path, {**tiny_config("llama"), "auto_map": {"AutoModelForCausalLM": "modeling_x.X"}})
     with pytest.raises(ModelError, match=r"auto_map.*never run"):

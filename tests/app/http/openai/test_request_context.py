@@ -16,7 +16,7 @@ from llmbox.app.http.server.request import StrictRequest
 from llmbox.app.security.keys import KeySpec
 from llmbox.app.security.security import Identity
 from llmbox.app.tracing.tracer import RequestTracer
-from llmbox.app.util.threads import CALLER
+from llmbox.app.util.threads import TENANT
 from support.http_app import client, guarded, make_app
 
 
@@ -74,7 +74,7 @@ async def who(request: StrictRequest) -> str:
 
 
 async def tell() -> str:
-    return CALLER.get()
+    return TENANT.get()
 
 
 async def test_turns_at_slow_work_are_by_key(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from llmbox.app.http.server import sockets as server_sockets
 from llmbox.app.http.server.sockets import PortInUse, is_loopback, listen_tcp, listen_unix
+from llmbox.engine.hardware.machine import Memory
 
 
 def close(*sockets: socket.socket) -> None:
@@ -87,3 +88,11 @@ def test_an_address_with_less_than_its_share_has_room_for_a_body():
     assert bodies.add("other", 49)
     bodies.release("other", 100)
     assert not bodies._held
+
+
+@pytest.mark.parametrize(("memory", "limit"), [(1_600_000_000, 100_000_000), (64 << 30, 1_000_000_000)])
+def test_bodies_may_have_a_part_of_the_memory(memory: int, limit: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server_sockets, "read_memory", lambda: Memory(memory, memory, limited_by_cgroup=True))
+    bodies = server_sockets.BodyMemory()
+    assert bodies.add("a", limit)
+    assert not bodies.add("a", 1)

@@ -11,7 +11,7 @@ from llmbox.app.sandbox.pool import MOST_REPLIES, GrammarPool
 from llmbox.app.text.grammar.grammars import calls, choice, grammars, json_schema, regex, vocabulary, written
 from llmbox.app.text.output.call_parsers import parse_calls
 from llmbox.app.text.tokenizer.text_loader import load_model_text
-from llmbox.app.util.threads import CALLER
+from llmbox.app.util.threads import TENANT
 from llmbox.engine.core.constraints.output_constraint import GrammarCompiler
 from llmbox.engine.sampling_params import SamplingParams
 from support.output_examples import FORMATS
@@ -188,7 +188,7 @@ async def test_a_flood_of_one_caller_delays_another_by_one_grammar(monkeypatch):
     monkeypatch.setattr(pool, "_try", attempt)
 
     async def compile_for(caller, pattern):
-        CALLER.set(caller)
+        TENANT.set(caller)
         await pool.compile_grammars(grammars(regex(pattern)), "x")
 
     flood = [compile_for("flooder", f"a{each}") for each in range(9)]

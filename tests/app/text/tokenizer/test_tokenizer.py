@@ -19,7 +19,7 @@ from llmbox.app.text.tokenizer.text_encoder import (
 )
 from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.app.text.tokenizer.tokenizer import vocabulary_warnings
-from llmbox.app.util.threads import CALLER, FairSlots
+from llmbox.app.util.threads import TENANT, FairSlots
 from llmbox.engine.errors import ModelError
 from support.odd_files import KINDS, make_odd, no_hanging
 from support.tiny_models import make_tiny_model
@@ -261,7 +261,7 @@ async def test_long_texts_of_one_caller_leave_a_thread_to_others(model, monkeypa
     text, go_on = load_model_text(model), threading.Event()
 
     async def encode(caller, work):
-        CALLER.set(caller)
+        TENANT.set(caller)
         return await text.off_loop(1_000_000, work)
 
     slow = [asyncio.create_task(encode("greedy", lambda: go_on.wait(60))) for _ in range(50)]
