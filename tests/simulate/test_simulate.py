@@ -76,6 +76,7 @@ def test_answers_over_http_survive_deaths_and_clients_that_leave(dialect, stream
         (2021922, None),  # a place of a model that was unloaded is none of the one loaded after it
         (2022244, None),
         (291, "models"),  # a daemon that ends aborts requests at an engine that does not have them yet
+        (7005652, "poison"),  # each choice of a request that kills cost deaths, until the model was given up
         (7005994, None),  # the caller of an unload leaves before the unload has begun
         (7001204, None),  # a slow stream has the end of a response whose end the disk lost
     ],
@@ -222,6 +223,13 @@ def test_requests_that_kill_late_end_no_model():
     model = make_model(poison="segv", poison_after=4, load_seconds=0.1, step_seconds=0.02)
     report = run(requests, model=model)
     assert (report.broken, report.outcomes) == ("", {"done": 4, "engine_error": 3})
+
+
+def test_the_choices_of_a_request_that_kills_fail_with_it():
+    requests = [make_request(0, prompt=[POISON, 1], n=3, read_pause=5.0), make_request(1)]
+    report = run(requests, model=make_model(poison="raise", poison_after=1))
+    assert (report.broken, report.outcomes) == ("", {"done": 2, "engine_error": 1})
+    assert report.deaths <= 4, "as for one choice"
 
 
 def test_many_requests_that_kill_end_no_model():
