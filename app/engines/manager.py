@@ -128,7 +128,8 @@ class EngineManager:
         model = self.find(name)
         if model is None:
             raise model_not_found(name)
-        await self.begin_unload(model)
+        # One that is cancelled before its first step would leave the engine to nobody.
+        await asyncio.shield(self.begin_unload(model))
 
     def begin_unload(self, model: LoadedModel) -> "asyncio.Task[None]":
         """Stop a model's engine in the background: it may still write KV blocks. See `finish_unloads`."""
@@ -327,12 +328,12 @@ class EngineManager:
         """Stop every engine."""
         self._closed = True
         self._spares.close()
-        if self._forgetting is not None:
-            self._forgetting.cancel()
         await asyncio.gather(*(self._cancel_load(loading) for loading in list(self._loading.values())))
         await asyncio.gather(*(self._stop(model) for model in self._loaded.values()))
         self._loaded.clear()
         await self.finish_unloads()
+        if self._forgetting is not None:
+            self._forgetting.cancel()
 
     def _busy(self) -> bool:
         return any(model.supervisor.open_requests for model in self._loaded.values())

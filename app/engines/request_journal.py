@@ -11,7 +11,7 @@ the same tokens. After crashes `PoisonDetector` decides which requests to send, 
 import asyncio
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -233,10 +233,7 @@ class RequestJournal:
     def fail_all(self, code: str, message: str) -> None:
         """End every stream with this error."""
         self._forget_cancelled()
-        for request_id in list(self._open):
-            stream = self._close(request_id)
-            assert stream is not None
-            stream.fail(code, message)
+        self._fail(list(self._open), code, message)
 
     # ------------------------------------------------------------------ engines come and go
 
@@ -302,8 +299,11 @@ class RequestJournal:
             self.detector.record_interruption()
             return None
         guilty = self.detector.record_crash(present)
-        if guilty is not None and (stream := self._close(guilty)) is not None:
-            stream.fail("engine_error", "The engine failed repeatedly on this request.")
+        if guilty in self._open:
+            prompt = _first_choice(self._open[guilty])
+            # Its other choices would kill too, and their client gets this error.
+            choices = [name for name, each in self._open.items() if _first_choice(each) == prompt]
+            self._fail(choices, "engine_error", "The engine failed repeatedly on this request.")
         return guilty
 
     def resend(self, request_id: str, most: int) -> None:
@@ -321,6 +321,12 @@ class RequestJournal:
         self._send_requests([request_id])
 
     # ------------------------------------------------------------------ internals
+
+    def _fail(self, request_ids: Iterable[str], code: str, message: str) -> None:
+        for request_id in request_ids:
+            stream = self._close(request_id)
+            assert stream is not None
+            stream.fail(code, message)
 
     def _send_requests(self, request_ids: Collection[str]) -> None:
         for request_id in request_ids:
@@ -372,3 +378,8 @@ class RequestJournal:
         if not self._open:
             self._on_empty()
         return stream
+
+
+def _first_choice(stream: TokenStream) -> str:
+    """Return the id of the first choice of its request."""
+    return stream.request.fork_of or stream.request.request_id

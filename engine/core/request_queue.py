@@ -201,9 +201,10 @@ class WaitingQueue:
                 self.push(request)
 
     def choose(self, prompts: Mapping[Flow, list[Request]], better_than: int) -> tuple[Request | None, bool]:
-        """Return the request to serve next, and whether its age lifts it over better bands: one of the running
-        `prompts` (newest first in each list), or a waiting request of a band below `better_than`. None if
-        there is neither.
+        """Return the request to serve next, and whether its age lifts it over better bands.
+
+        It is one of the running `prompts` (newest first in each list), or a waiting request of a band below
+        `better_than`; None if there is neither.
         """
         best: tuple[float, int, Request] | None = None
         bands = []

@@ -12,10 +12,10 @@ from llmbox.app.gateway.generation import Delta, Generation
 from llmbox.app.gateway.open_request import OpenRequest
 from llmbox.engine.sampling_params import SamplingParams
 
-from .engine import BrokenRuleError
 from .http_clients import HttpClient
 from .rules import check_room
 from .scenario import RequestSetup
+from .step_rules import BrokenRuleError
 from .stored_clients import StoredClient
 
 Opener = Callable[[Generation], OpenRequest]

@@ -23,8 +23,8 @@ from llmbox.app.security.security import Identity
 from support.http_app import security_in
 
 from .dialects import DIALECTS_BY_NAME, AnswerPart, request_of
-from .engine import BrokenRuleError
 from .rules import expected_answer
+from .step_rules import BrokenRuleError
 
 if TYPE_CHECKING:
     from .clients import Outcome

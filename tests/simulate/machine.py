@@ -59,8 +59,10 @@ class VirtualProcess(Strand):
         self.threads: list[VirtualThread] = []
         self.returncode: int | None = None
         self.name = ""
+        self.weights = 0
+        """Bytes of its weights, from the beginning of its load on."""
         self.memory = 0
-        """Bytes of its model's share that it holds."""
+        """Bytes of its model's share, from the end of its load on."""
         self.engine: Any = None
         self.letter = "S"
         self.exited: int | None = None
@@ -179,6 +181,8 @@ class Machine:
         self.oom_kills = 0
         self.memory = 1 << 62
         """Bytes that engines may hold together."""
+        self.available = 0
+        """Further bytes that are free, for engines that begin while others end."""
         self.folder = Path()
         """Files of this run."""
         self.has_poison = False

@@ -15,9 +15,9 @@ from llmbox.app.store import RequestLog
 from llmbox.app.store.stored_answers import StoredAnswers
 
 from .clients import Outcome
-from .engine import BrokenRuleError
 from .http_clients import application
 from .rules import check_tokens
+from .step_rules import BrokenRuleError
 from .stored_clients import StoredClient, StoredState, is_lost, take_end
 
 if TYPE_CHECKING:

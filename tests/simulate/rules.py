@@ -10,7 +10,8 @@ from llmbox.app.gateway.open_request import CLIENT_CLOSED
 from support.fake_runner import expected_output
 
 from .dialects import DIALECTS_BY_NAME
-from .engine import BrokenRuleError
+from .engine import MODEL_BYTES
+from .step_rules import BrokenRuleError
 
 if TYPE_CHECKING:
     from llmbox.app.engines.supervisor import Supervisor
@@ -81,9 +82,10 @@ def refusal_problem(world: "World", outcome: "Outcome") -> str:
     assert outcome.error is not None
     request, error, scenario = outcome.request, outcome.error, world.scenario
     passed = outcome.ended - outcome.arrived + EPSILON
-    setup = world.setups[request.model]
-    is_short_lived = any(each.keep_alive is not None for each in scenario.requests)
-    loads = scenario.weather == "models" or scenario.ttl is not None or world.unloads > 0 or is_short_lived
+    name, setup = request.model, world.setups[request.model]
+    is_short_lived = any(each.keep_alive is not None and each.model == name for each in scenario.requests)
+    is_unloaded = name in world.unloaded
+    loads = scenario.weather == "models" or scenario.ttl is not None or is_unloaded or is_short_lived
     match error.code:
         case "context_length_exceeded":
             dialect = DIALECTS_BY_NAME.get(request.dialect)
@@ -104,22 +106,23 @@ def refusal_problem(world: "World", outcome: "Outcome") -> str:
         case "request_cancelled":
             is_right = (outcome.row or request.id) in world.cancelled
         case "engine_failed":
-            is_right = any(name == request.model for name, _ in world.failed_at)
+            is_right = any(failed == name for failed, _ in world.failed_at)
         case "engine_error":
             accused = "repeatedly" in error.message
-            is_right = request.is_poison or not world.blames_nobody if accused else _load_failed(world)
+            is_blamed = request.is_poison or name not in world.blameless
+            is_right = is_blamed if accused else _load_failed(world, name)
         case "invalid_value":
             is_right = bool(request.dialect) and request.n > scenario.queue_limit
         case "invalid_logits":
-            is_right = "nan" in world.fault_kinds
+            is_right = "nan" in world.fault_kinds[name]
         case "model_unloaded" | "model_not_found":
-            is_right = world.unloads > 0
+            is_right = is_unloaded
         case "model_loading":
             is_right = loads
         case "memory_busy":
-            is_right = scenario.weather == "models"
+            is_right = len(world.setups) * MODEL_BYTES > scenario.memory
         case "model_load_failed" | "does_not_fit":
-            is_right = _load_failed(world)
+            is_right = _load_failed(world, name)
         case "previous_response_not_found" | "previous_response_lost" | "request_log_unavailable":
             is_right = bool(request.previous) and scenario.loses_answers
         case "draining" | "server_shutdown" | "shutting_down":
@@ -129,10 +132,11 @@ def refusal_problem(world: "World", outcome: "Outcome") -> str:
     return "" if is_right else f"no fault justifies it ({error.message})"
 
 
-def _load_failed(world: "World") -> bool:
-    return any(
-        death.cause.startswith(("load", "spawn", "kill", "oom", "stop")) for death in world.machine.deaths
-    )
+def _load_failed(world: "World", name: str) -> bool:
+    """Return whether an engine of this model died while it loaded, or one that had no model yet."""
+    causes = ("load", "spawn", "kill", "oom", "stop")
+    deaths = [death for death in world.machine.deaths if death.name in {name, ""}]
+    return any(death.cause.startswith(causes) for death in deaths)
 
 
 def check_room(world: "World", request: Any, before: int, own: int) -> None:
@@ -300,7 +304,7 @@ def check_kills(world: "World") -> None:
             cause = dead[0].cause.removeprefix("poison ") if dead else ""
             if cause not in {"hang", "spin", "stop", "garble"} and seconds < 299:
                 raise BrokenRuleError(f"{name} was killed although it computed: {text}")
-            if cause == "hang" and seconds > NOTICE_S and not world.fault_kinds & {"slow", "starve"}:
+            if cause == "hang" and seconds > NOTICE_S and not world.fault_kinds[name] & {"slow", "starve"}:
                 raise BrokenRuleError(f"{name} hung for {seconds} s before it was killed")
 
 

@@ -106,6 +106,11 @@ class Scenario:
     drain: float = 30.0
 
     @property
+    def available(self) -> int:
+        """Bytes that are free beside those of models: for both at once, in half of all runs."""
+        return self.memory * (len(self.requests) % 2)
+
+    @property
     def loses_answers(self) -> bool:
         """The disk may lose answers that were stored, or hold up those who ask for them."""
         return bool(self.log_faults or self.stored_faults)
@@ -114,9 +119,16 @@ class Scenario:
     def has_faults(self) -> bool:
         return self.weather not in {"calm", "crowd"}
 
-    @property
-    def blames_nobody(self) -> bool:
-        """No engine dies in a way that a request can be blamed for, but for poison."""
+    def step_faults(self, name: str) -> set[str]:
+        """Kinds of faults in steps of a model."""
+        return {kind for setup in self.models if setup.name == name for kind in setup.step_faults.values()}
+
+    def event_kinds(self, name: str) -> set[str]:
+        """Kinds of what happens to a model, or to the machine."""
+        return {event.kind for event in self.events if event.kind == "starve" or event.model == name}
+
+    def blames_nobody(self, name: str) -> bool:
+        """No engine of this model dies in a way that a request can be blamed for, but for poison."""
         inside = {
             "inside",
             "raise",
@@ -130,8 +142,8 @@ class Scenario:
             "slow",
             "garble",
         }
-        steps = {kind for setup in self.models for kind in setup.step_faults.values()}
-        return not steps & inside and not {event.kind for event in self.events} & {"oom", "starve", "hang"}
+        events = self.event_kinds(name) & {"oom", "starve", "hang"}
+        return not (events or self.step_faults(name) & inside)
 
 
 def draw_scenario(seed: int, weather: Weather | None = None) -> Scenario:
@@ -166,7 +178,11 @@ def draw_scenario(seed: int, weather: Weather | None = None) -> Scenario:
     scenario.writes_log = chance.random() < 0.1
     if scenario.has_faults:
         _draw_disk_faults(chance, scenario)
-    # From a stream of its own: what older seeds draw stays the same.
+    # From streams of their own: what older seeds draw stays the same.
+    if weather == "models":
+        exits = Random(f"exit {seed}")
+        for model in models:
+            model.exit_seconds = exits.choice([0.0, 0.0, 0.05, 1.0])
     if weather == "poison":
         _draw_more_poison(Random(f"poison {seed}"), scenario.requests)
     _draw_dialects(Random(f"http {seed}"), scenario.requests)

@@ -4,9 +4,9 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
 
-from .engine import BrokenRuleError
 from .machine import ProcessKilled
 from .scenario import Scenario, draw_scenario
+from .step_rules import BrokenRuleError
 from .virtual_loop import StuckError
 from .world import World
 

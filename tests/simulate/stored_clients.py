@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from llmbox.app.errors import ApiError
 
-from .engine import BrokenRuleError
 from .http_clients import Exchange, HttpClient, serve_exchange
 from .rules import expected_answer
+from .step_rules import BrokenRuleError
 
 if TYPE_CHECKING:
     from .clients import Outcome

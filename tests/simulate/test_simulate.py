@@ -69,17 +69,20 @@ def test_answers_over_http_survive_deaths_and_clients_that_leave(dialect, stream
 
 
 @pytest.mark.parametrize(
-    "seed",
+    ("seed", "weather"),
     [
-        2010912,  # a draft takes a block that the admission before it in the same step left free
-        2010913,  # a reader of a stream whose end was lost asks for the events after those it has
-        2021922,  # a place of a model that was unloaded is none of the one loaded after it
-        2022244,
-        7001204,  # a slow stream has the end of a response whose end the disk lost
+        (2010912, None),  # a draft takes a block that the admission before it in the same step left free
+        (2010913, None),  # a reader of a stream whose end was lost asks for the events after those it has
+        (2021922, None),  # a place of a model that was unloaded is none of the one loaded after it
+        (2022244, None),
+        (291, "models"),  # a daemon that ends aborts requests at an engine that does not have them yet
+        (7005652, "poison"),  # each choice of a request that kills cost deaths, until the model was given up
+        (7005994, None),  # the caller of an unload leaves before the unload has begun
+        (7001204, None),  # a slow stream has the end of a response whose end the disk lost
     ],
 )
-def test_seeds_that_found_mistakes_of_the_daemon_or_of_the_rules(seed):
-    assert simulate(seed).broken == ""
+def test_seeds_that_found_mistakes_of_the_daemon_or_of_the_rules(seed, weather):
+    assert simulate(seed, draw_scenario(seed, weather)).broken == ""
 
 
 def test_a_seed_is_one_run_bit_for_bit():
@@ -220,6 +223,13 @@ def test_requests_that_kill_late_end_no_model():
     model = make_model(poison="segv", poison_after=4, load_seconds=0.1, step_seconds=0.02)
     report = run(requests, model=model)
     assert (report.broken, report.outcomes) == ("", {"done": 4, "engine_error": 3})
+
+
+def test_the_choices_of_a_request_that_kills_fail_with_it():
+    requests = [make_request(0, prompt=[POISON, 1], n=3, read_pause=5.0), make_request(1)]
+    report = run(requests, model=make_model(poison="raise", poison_after=1))
+    assert (report.broken, report.outcomes) == ("", {"done": 2, "engine_error": 1})
+    assert report.deaths <= 4, "as for one choice"
 
 
 def test_many_requests_that_kill_end_no_model():

@@ -59,7 +59,7 @@ from llmbox.engine.process import engine_main
 
 from .clients import Clients
 from .disks import Disk, create_engine, empty_log, failing_inserts, folder, read_rows, upgrade
-from .engine import MODEL_BYTES, BrokenRuleError, run_engine
+from .engine import MODEL_BYTES, run_engine
 from .http_clients import begin_http
 from .machine import Death, Machine, VirtualProcess
 from .next_daemon import DaemonLegacy, check_next_daemon, copy_legacy
@@ -73,6 +73,7 @@ from .rules import (
     check_rest,
 )
 from .scenario import MachineEvent, Scenario
+from .step_rules import BrokenRuleError
 from .threads import queue_of, threading_of
 from .virtual_loop import VirtualClock, VirtualLoop
 
@@ -128,7 +129,7 @@ class World:
         self.machine.folder = folder()
         self.machine.mean_latency = scenario.latency
         self.machine.capacity = scenario.capacity
-        self.machine.memory = scenario.memory
+        self.machine.memory, self.machine.available = scenario.memory, scenario.available
         self.machine.has_poison = any(request.is_poison for request in scenario.requests)
         self.machine.on_death = self._note_death
         self.disk = Disk(self.machine, scenario.write_faults, scenario.read_faults)
@@ -142,15 +143,17 @@ class World:
         """Status, code and reason of each request that had an end, by the id of its row."""
         self.drain, self.background = Drain(), BackgroundTasks()
         self.legacies: list[DaemonLegacy] = []
-        self.unloads = 0
+        self.unloaded: set[str] = set()
+        """Models that an operator wanted to unload."""
         self.must_be_logged: list[tuple[str, Death, Supervisor]] = []
         self.failed_at: list[tuple[str, float]] = []
         self.is_closing = False
         self.is_drained_early = False
-        self.blames_nobody = scenario.blames_nobody
+        self.blameless = {name for name in self.setups if scenario.blames_nobody(name)}
         self.broken = ""
-        self.fault_kinds = {kind for setup in scenario.models for kind in setup.step_faults.values()}
-        self.fault_kinds |= {event.kind for event in scenario.events}
+        self.fault_kinds = {
+            name: scenario.step_faults(name) | scenario.event_kinds(name) for name in self.setups
+        }
 
     # ------------------------------------------------------------------ set-up
 
@@ -185,7 +188,7 @@ class World:
                 "cpu",
                 (MemoryRequest((0,), MODEL_BYTES, MODEL_BYTES),),
                 (scenario.memory,),
-                available=scenario.memory * (len(scenario.requests) % 2),  # for both at once, in half of all
+                available=scenario.available,
             ),
         )
         self.events = Events()
@@ -383,7 +386,7 @@ class World:
                     self.cancelled.add(chosen)
                     self.gateway.cancel(chosen)
             case "unload":
-                self.unloads += 1
+                self.unloaded.add(event.model)
                 try:
                     await self.engines.unload(event.model)
                 except ApiError as error:
@@ -423,7 +426,7 @@ class World:
             for wait in pending:
                 wait.cancel()
         for journal in journals:
-            for request_id in journal._open:
+            for request_id in journal._in_engine:
                 journal._send(AbortRequest(request_id=request_id))
             journal.fail_all("server_shutdown", "The server is shutting down.")
 

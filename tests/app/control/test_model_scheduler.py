@@ -3,9 +3,10 @@
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,38 @@ async def test_an_unload_that_takes_its_time_holds_its_memory(
             await house.ask("b")
         assert placed_beside == [None], "its process still had its memory"
         assert house.names == ["b"]
+
+
+async def test_a_model_that_expires_while_another_one_leaves_holds_its_memory(tmp_path: Path):
+    """Both leave for a third model, which needs the memory of both."""
+    async with opened(tmp_path) as house:
+        house.budgets, house.need = (2 * SIZE,), {"c": 2 * SIZE}
+        await house.ask("a")
+        await house.ask("b")
+        gates = {name: asyncio.Event() for name in "ab"}
+
+        async def stop_slowly(stop: Callable[[], Awaitable[None]], gate: asyncio.Event) -> None:
+            await gate.wait()
+            await stop()
+
+        models = house.engines.models()
+        for model in models:
+            stop = partial(stop_slowly, model.supervisor.stop, gates[model.name])
+            model.supervisor.stop = stop  # type: ignore[method-assign, assignment]
+        loading = asyncio.create_task(house.ask("c"))
+        await until(lambda: house.names == ["b"])
+        house.residency.set_ttl(models[1], 0.0)
+        house.residency.expire()
+        await until(lambda: not house.names)
+        gates["a"].set()
+        await until(lambda: models[0].supervisor.pid is None)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        started = house.engines.loading()[0].pid
+        gates["b"].set()
+        assert started is None, "it starts beside an engine whose memory it gets"
+        await loading
+        assert (house.names, models[1].supervisor.pid) == (["c"], None)
 
 
 async def test_a_daemon_that_ends_waits_for_engines_that_leave(tmp_path: Path):
