@@ -2,7 +2,7 @@
 // argument `digests`, what each left is hashed and printed, so that two machines or instruction sets can be compared.
 #include "checked_amx.h"
 #include "emulated_amx.h"
-#include "emulated_vnni.h"
+#include "emulated_vectors.h"
 #include "library.cpp"
 #include "attention/attention_bf16.cpp"
 #include "attention/attention_f32.cpp"

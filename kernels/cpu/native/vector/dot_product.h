@@ -39,6 +39,17 @@ template <int TURNS> INLINE void end_turn() {
     if constexpr (TURNS > 1) asm volatile("" ::: "memory");
 }
 
+// g++ 12 moves the accumulators of AVX-512's intrinsics through memory; an asm keeps them in registers. Tests bring these
+// instructions in C++.
+#ifndef LLMBOX_DPBUSD
+#define LLMBOX_DPBF16(sum, a, b) asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b))
+#if defined(__AVX512VNNI__)
+#define LLMBOX_DPBUSD(sum, a, b) asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b))
+#else
+#define LLMBOX_DPBUSD(sum, a, b) (sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b))
+#endif
+#endif
+
 struct F32 {
     using Element = float;
     using RowNumber = float;
@@ -60,10 +71,7 @@ struct BF16 {
     static constexpr int PARTS = 1;
     static INLINE Words columns(const void* from, int) { return load_as<Words>(from); }
     static INLINE Words row(const RowNumber* from, int) { return splat(load_word(from)); }
-    // g++ 12 moves the accumulators of the intrinsic through memory; an asm keeps them in registers.
-    static INLINE void dot(Floats& sum, Words columns, Words row) {
-        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(columns), "v"(row));
-    }
+    static INLINE void dot(Floats& sum, Words columns, Words row) { LLMBOX_DPBF16(sum, columns, row); }
 };
 
 #else
@@ -187,13 +195,7 @@ struct Bytes {
     static constexpr uint32_t FLIP = 0x80;
     using Row = Words;
     static INLINE Row row(uint32_t word) { return splat(word); }
-    static INLINE void dot(Ints& sum, Words weights, Row row) {
-#if defined(__AVX512BW__)  // asm: see BF16::dot
-        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(row));
-#else
-        sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)row);
-#endif
-    }
+    static INLINE void dot(Ints& sum, Words weights, Row row) { LLMBOX_DPBUSD(sum, weights, row); }
 };
 #elif defined(__AVX2__) && !defined(__AVX512BW__)
 // Of |w| and x with the sign of w a sum of two products fits 16 bits: at most 2 * 128 * 127.
