@@ -122,6 +122,17 @@ async def test_stop_kills_what_does_not_listen(tmp_path):
     assert ended.killed
 
 
+async def test_a_stop_that_is_given_up_leaves_no_process(tmp_path):
+    client, inbox = await started(tmp_path)
+    await inbox.first(m.Ready)
+    os.kill(client.pid, signal.SIGSTOP)
+    stop = asyncio.ensure_future(client.stop(60.0))
+    await asyncio.sleep(0)  # it waits now
+    stop.cancel()
+    async with asyncio.timeout(30):
+        assert (await client.wait()).killed
+
+
 async def test_the_process_is_set_up_as_promised(tmp_path):
     client, inbox = await started(tmp_path)
     await inbox.first(m.Ready)

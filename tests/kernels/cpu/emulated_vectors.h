@@ -142,7 +142,10 @@ EMULATED __m512 _maskz_scalef_ps(__mmask16 mask, __m512 x, __m512 by) {
     });
 }
 EMULATED __m512 _scalef_ps(__m512 x, __m512 by) { return _maskz_scalef_ps(0xffff, x, by); }
-EMULATED float _reduce_max_ps(__m512 x) { return *std::max_element(singles(x).at, singles(x).at + 16); }
+EMULATED float _reduce_max_ps(__m512 x) {
+    const auto numbers = singles(x);
+    return *std::max_element(numbers.at, numbers.at + 16);
+}
 // Quarters of two vectors, or neighbors in each quarter, by two bits of `order` each.
 EMULATED __m512 _shuffle_f32x4(__m512 a, __m512 b, int order) {
     return floats([&](int i) { return singles(i < 8 ? a : b).at[(order >> i / 4 * 2 & 3) * 4 + i % 4]; });
