@@ -158,14 +158,23 @@ def ranges(meta: msgspec.Meta) -> Iterator[str]:
     for name, sign in signs.items():
         bound = (meta.extra or {}).get(name, getattr(meta, name))
         if bound is not None and abs(bound) < 2**31 - 1:
-            yield f"{sign} {bound:g}"
+            yield f"{sign} {in_full(bound)}"
+
+
+def in_full(number: float) -> str:
+    """Format a bound: 1,048,576, 0.5."""
+    return f"{int(number):,}" if number == int(number) else f"{number:g}"
 
 
 def settings() -> str:
     lines = ["| key | default | meaning |", "| --- | --- | --- |"]
     for row in schema().values():
         default = "auto" if row.default is None else f"`{shown(row.default)}`"
-        limits = f" {row.low:g} to {row.high:g}." if row.low is not None and row.high is not None else ""
+        limits = (
+            f" {in_full(row.low)} to {in_full(row.high)}."
+            if row.low is not None and row.high is not None
+            else ""
+        )
         choices = f" One of {', '.join(row.choices)}." if row.choices else ""
         live = " Takes effect on reload." if row.live else ""
         lines.append(f"| `{row.name}` | {default} | {row.doc}{choices}{limits}{live} |")
