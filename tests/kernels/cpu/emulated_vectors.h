@@ -126,10 +126,11 @@ EMULATED __m512i _mask_and_epi32(__m512i other, __mmask16 mask, __m512i a, __m51
 EMULATED __m512 _fmadd_ps(__m512 a, __m512 b, __m512 c) {
     return floats([&](int i) { return std::fma(singles(a).at[i], singles(b).at[i], singles(c).at[i]); });
 }
-// x minus the integer below it, rounded down.
+// x minus the integer below it, rounded down; 0 of infinities.
 EMULATED __m512 _reduce_ps(__m512 x, int) {
     return floats([&](int i) {
         const float all = singles(x).at[i], whole = std::floor(all), part = all - whole;
+        if (std::isinf(all)) return 0.f;
         return static_cast<double>(part) + whole > all ? std::nextafter(part, -1.f) : part;
     });
 }
