@@ -67,9 +67,9 @@ def test_show_tells_it_too(capsys):
     _print_info({"info": info, "restarts": 0, "resumed": 0})
     shown = capsys.readouterr().out
     assert "cuda bfloat16 on 4 ranks (tp 2, pp 2), kernels: triton" in shown
-    assert "because          as asked" in shown
+    assert "notes            as asked" in shown
     _print_info({"info": {**info, "notes": []}, "restarts": 0, "resumed": 0})
-    assert "because" not in capsys.readouterr().out
+    assert "notes" not in capsys.readouterr().out
 
 
 def test_whole_experts_are_told():

@@ -62,6 +62,7 @@ TITLES = {
     "telemetry.trace_share": "Share of requests traced",
     "limits.body_bytes": "Request body",
     "limits.file_bytes": "Uploaded file",
+    "limits.open_body_bytes": "Bodies of open requests",
     "limits.image_body_bytes": "Request body with images",
     "limits.image_bytes": "Image file",
     "limits.image_pixels": "Pixels of an image",
