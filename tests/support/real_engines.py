@@ -160,3 +160,15 @@ def draft_at_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have as many drafts verified as are proposed, on a machine of any speed."""
     monkeypatch.setattr(drafting, "core_flops", lambda: 120e9)
     monkeypatch.setattr(RowPrices, "table", lambda _self, _requests, most: [1.0] * (most + 1))
+
+
+PROMPT = ask("a", [3, 200, 17, 5, *range(40, 70), 9, 300], 8)
+
+
+@torch.inference_mode()
+def compare(model: Path, theirs: Any) -> None:
+    """Compare logits of every position of `PROMPT`, and greedy tokens, with those of transformers."""
+    exact = theirs(torch.tensor([PROMPT.prompt_ids])).logits[0]
+    found = all_logits(runner_of(load(model)), PROMPT.prompt_ids)
+    torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-4)
+    assert tokens(load(model), [PROMPT])["a"] == hf_tokens(theirs, PROMPT.prompt_ids, 8)

@@ -20,20 +20,15 @@ from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
 from support.families import COMMON, LATENT, MOE, make_family, randomize
 from support.rank_threads import load_ranks
-from support.real_engines import all_logits, ask, hf_model, hf_tokens, load, runner_of, tokens
+from support.real_engines import (
+    PROMPT,
+    compare,
+    hf_model,
+    load,
+    tokens,
+)
 from support.renamed_models import BLOCKS, DECILM, Weights, make_decilm, rewrite
 from support.tiny_models import make_tiny_model
-
-PROMPT = ask("a", [3, 200, 17, 5, *range(40, 70), 9, 300], 8)
-
-
-@torch.inference_mode()
-def compare(model: Path, theirs: Any) -> None:
-    """Compare logits of every position and greedy tokens."""
-    exact = theirs(torch.tensor([PROMPT.prompt_ids])).logits[0]
-    found = all_logits(runner_of(load(model)), PROMPT.prompt_ids)
-    torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-4)
-    assert tokens(load(model), [PROMPT])["a"] == hf_tokens(theirs, PROMPT.prompt_ids, 8)
 
 
 def respelled(weights: Weights, parts: Mapping[str, str]) -> Weights:

@@ -142,6 +142,10 @@ def test_the_language_model_that_a_text_config_names_decides(
         )  # fmt: skip
 
 
+CLIP = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096}
+CLIP |= {"num_attention_heads": 16, "num_hidden_layers": 24, "image_size": 336, "patch_size": 14}
+
+
 def test_the_tower_of_llava_1_5_is_read_as_published(tmp_path: Path) -> None:
     """Its `text_config` leaves the width of the language model out."""
     raw = {
@@ -157,17 +161,7 @@ def test_the_tower_of_llava_1_5_is_read_as_published(tmp_path: Path) -> None:
             "torch_dtype": "float16",
             "vocab_size": 32064,
         },
-        "vision_config": {
-            "hidden_size": 1024,
-            "image_size": 336,
-            "intermediate_size": 4096,
-            "model_type": "clip_vision_model",
-            "num_attention_heads": 16,
-            "num_hidden_layers": 24,
-            "patch_size": 14,
-            "projection_dim": 768,
-            "vocab_size": 32000,
-        },
+        "vision_config": CLIP | {"projection_dim": 768, "vocab_size": 32000},
         "vision_feature_layer": -2,
         "vision_feature_select_strategy": "default",
     }
@@ -199,15 +193,7 @@ def test_llava_1_6_is_read_as_published(tmp_path: Path) -> None:
         },
         "tie_word_embeddings": False,
         "use_image_newline_parameter": True,
-        "vision_config": {
-            "hidden_size": 1024,
-            "image_size": 336,
-            "intermediate_size": 4096,
-            "model_type": "clip_vision_model",
-            "num_attention_heads": 16,
-            "num_hidden_layers": 24,
-            "patch_size": 14,
-        },
+        "vision_config": CLIP,
         "vision_feature_layer": -2,
         "vision_feature_select_strategy": "default",
     }
