@@ -23,6 +23,7 @@ from gpu import (
 )
 from gpu.report import Report
 from gpu.shapes import SHAPES
+from support.builtin_model import IN_SCOPE
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,14 +45,14 @@ ALLOWED += ["setuptools", "_distutils_hack"]
 """PyTorch, Triton and what those bring along; of this project the tree."""
 
 
-def with_these_alone(code: str) -> "subprocess.CompletedProcess[str]":
-    """In a process that finds no other package."""
+def with_these_alone(code: str, *also: str) -> "subprocess.CompletedProcess[str]":
+    """Run code in a process that finds these packages and no others."""
     forbid = f"""
 import sys
 from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 
 class Only:
-    allowed = set(sys.stdlib_module_names) | set({ALLOWED})
+    allowed = set(sys.stdlib_module_names) | set({[*ALLOWED, *also]})
 
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
@@ -88,6 +89,13 @@ sections.beside_it(report, "continuous")
     assert done.stdout.splitlines()[0] == "6"
     assert "Left out: No module named 'tokenizers'" in done.stdout
     assert "Left out: the transformers package is not installed" in done.stdout
+
+
+def test_quality_needs_tokenizers_and_nothing_more() -> None:
+    """A machine with a GPU has few packages; a section that needs another one would be left out there."""
+    done = with_these_alone("from gpu import quality; print(len(quality.prompts()))", "tokenizers")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{len(IN_SCOPE)}\n"
 
 
 def test_an_engine_of_random_weights_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

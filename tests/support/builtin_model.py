@@ -3,14 +3,13 @@
 import asyncio
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llmbox.app.sandbox.pool import TemplatePool
-from llmbox.app.text.chat_template import Chat
-from llmbox.app.text.tokenizer.text_loader import load_model_text
-from llmbox.app.text.tokenizer.tokenizer import TextModel
 from llmbox.engine.core.engine import Engine
 from support.real_engines import ask, tokens
+
+if TYPE_CHECKING:
+    from llmbox.app.text.tokenizer.tokenizer import TextModel
 
 ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "app" / "assets" / "builtin"
@@ -25,6 +24,9 @@ Chats = list[list[dict[str, str]]]
 
 def answers(engine: Engine, chats: Chats) -> list[str]:
     """Greedy answers of our own engine, all chats at once."""
+    # Imported here: `make gpu-check` reads the questions where only torch and tokenizers are installed.
+    from llmbox.app.text.tokenizer.text_loader import load_model_text
+
     text = load_model_text(ASSETS)
     prompts = asyncio.run(_prompts(text, chats))
     requests = [
@@ -34,7 +36,10 @@ def answers(engine: Engine, chats: Chats) -> list[str]:
     return [text.decode(ids) for ids in tokens(engine, requests).values()]
 
 
-async def _prompts(text: TextModel, chats: Chats) -> list[list[int]]:
+async def _prompts(text: "TextModel", chats: Chats) -> list[list[int]]:
+    from llmbox.app.sandbox.pool import TemplatePool
+    from llmbox.app.text.chat_template import Chat
+
     pool = TemplatePool()
     try:
         return [(await text.render_chat(pool, Chat(messages=chat))).ids() for chat in chats]

@@ -3,9 +3,8 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -21,6 +20,9 @@ from llmbox.engine.model.decoder import Decoder
 from llmbox.engine.runner.cpu_runner import CPUModelRunner
 from llmbox.engine.sampling_params import SamplingParams
 from support.families import causal_model
+
+if TYPE_CHECKING:  # `make gpu-check` uses this module where pytest may not be installed
+    import pytest
 
 
 def load(directory: Path, **options: Any) -> Engine:
@@ -156,7 +158,7 @@ def drafts_of(engine: Engine) -> list[list[int]]:
     return proposed
 
 
-def draft_at_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
+def draft_at_no_price(monkeypatch: "pytest.MonkeyPatch") -> None:
     """Have as many drafts verified as are proposed, on a machine of any speed."""
     monkeypatch.setattr(drafting, "core_flops", lambda: 120e9)
     monkeypatch.setattr(RowPrices, "table", lambda _self, _requests, most: [1.0] * (most + 1))
