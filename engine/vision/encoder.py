@@ -128,7 +128,7 @@ class PatchMerger:
         self.ops, self.tower, tower = weights.ops, vision.tower, vision.tower
         hidden, self.merged, out = tower.hidden_size, tower.hidden_size * tower.merge**2, vision.hidden_size
         is_qwen = tower.projector == "merger"
-        inner, bias = tower.projector_size or self.merged, is_qwen or tower.projector_bias
+        inner, bias = tower.projector_size, tower.projector_bias
         self.norms_merged = tower.projector == "minicpmv"
         width = self.merged if self.norms_merged else hidden
         names = [(tower.names.projector, width, is_qwen and tower.is_rms)]

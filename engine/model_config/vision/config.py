@@ -52,25 +52,16 @@ class TowerNames:
     """Whole name of the learned positions."""
     pre_norm: str = ""
     post_norm: str = ""
-    norm1: str = "norm1"
-    norm2: str = "norm2"
-    after_attention: str = ""
-    after_mlp: str = ""
-    """Norms of the results of attention and MLP, where there are such."""
-    attention_scale: str = ""
-    mlp_scale: str = ""
+    norms: tuple[str, ...] = ("norm1", "norm2")
+    """Norms before attention and before the MLP, and maybe those of their results."""
+    scales: tuple[str, ...] = ()
     """Factors of the results of attention and MLP (LayerScale), where there are such."""
-    query: str = "attn.q"
-    key: str = "attn.k"
-    value: str = "attn.v"
-    stacked: str = ""
-    """Tensor with query, key and value, in checkpoints that have them as one."""
+    qkv: tuple[str, ...] = ("attn.qkv",)
+    """Query, key and value, or one tensor with all three."""
+    qk_norms: tuple[str, ...] = ()
     output: str = "attn.proj"
-    query_norm: str = ""
-    key_norm: str = ""
-    gate: str = ""
-    up: str = "mlp.fc1"
-    down: str = "mlp.fc2"
+    mlp: tuple[str, ...] = ("mlp.fc1", "mlp.fc2")
+    """Up and down, with the gate before them where there is one."""
     window_merger: str = ""
     """Module of the merger between layers, where there is one."""
     conv: str = ""
@@ -81,22 +72,28 @@ class TowerNames:
     """Norm, first and second linear of the projector, from the top; empty where there is none. A third linear
     may follow."""
 
-    @classmethod
-    def siglip(cls, at: str, *projector: str) -> "TowerNames":
-        """Return the names of SigLIP, which CLIP shares, below the prefix `at`."""
-        return cls(
-            patch=f"{at}embeddings.patch_embedding",
-            layers=f"{at}encoder.layers",
-            table=f"{at}embeddings.position_embedding.weight",
-            post_norm=f"{at}post_layernorm",
-            norm1="layer_norm1",
-            norm2="layer_norm2",
-            query="self_attn.q_proj",
-            key="self_attn.k_proj",
-            value="self_attn.v_proj",
-            output="self_attn.out_proj",
-            projector=projector,
-        )
+    @property
+    def is_gated(self) -> bool:
+        return len(self.mlp) == 3
+
+
+def projections(module: str) -> tuple[str, ...]:
+    """Return the names of the linears of query, key and value in a module."""
+    return tuple(f"{module}.{part}_proj" for part in "qkv")
+
+
+def siglip_names(at: str, *projector: str) -> TowerNames:
+    """Return the names of SigLIP, which CLIP shares, below the prefix `at`."""
+    return TowerNames(
+        patch=f"{at}embeddings.patch_embedding",
+        layers=f"{at}encoder.layers",
+        table=f"{at}embeddings.position_embedding.weight",
+        post_norm=f"{at}post_layernorm",
+        norms=("layer_norm1", "layer_norm2"),
+        qkv=projections("self_attn"),
+        output="self_attn.out_proj",
+        projector=projector,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +191,12 @@ class TowerConfig:
         kv_heads = self.kv_heads or self.num_heads
         return self.num_heads, kv_heads, kv_heads
 
+    @property
+    def qkv_rows(self) -> tuple[int, ...]:
+        """Rows of each tensor of `names.qkv`."""
+        rows = tuple(heads * self.head_dim for heads in self.head_counts)
+        return rows if len(self.names.qkv) > 1 else (sum(rows),)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageProcessorConfig:
@@ -218,8 +221,8 @@ class ImageProcessorConfig:
     """Limits of the pixels of an image."""
     tile_counts: tuple[int, int] = (1, 1)
     """Least and most tiles."""
-    thumbnail: bool = False
-    """True if the whole image comes after its tiles."""
+    thumbnail: bool = True
+    """True if the whole image comes before or after its tiles."""
     tolerance: float = 1.0
     """Factor of `most` from which on an image is cut into tiles; ratio of its edges for crops."""
     canvases: tuple[tuple[int, int], ...] = ()
@@ -272,6 +275,23 @@ class ImageProcessorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TileText:
+    """Texts of an image that is cut, with {tokens} for image tokens, and in `tile` also {row}, {column} and
+    {number}, from 1.
+    """
+
+    tile: str
+    column_join: str = ""
+    row_join: str = ""
+    tiles_end: str = ""
+    whole: str
+    """Text of the whole image beside its tiles."""
+    whole_first: bool = False
+    single: str = ""
+    """Text of an image that is not cut; empty: as `whole`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
     """Vision part of a model. `tower` and `processor` are for the modules of towers and images alone."""
 
@@ -288,10 +308,8 @@ class VisionConfig:
     end: str = ""
     """Texts before the image tokens of an image, between its lines and after it, where the chat template
     does not write them."""
-    tile_marks: tuple[str, ...] = ()
-    """Texts before and after the image tokens of a tile, where they are not those of the image. Of a canvas's
-    tile its number follows the first, or GLOBAL.
-    """
+    tile_text: TileText | None = None
+    """Texts of an image that may be cut into tiles."""
     number_marks: tuple[str, ...] = ()
     """Texts around the number of an image, which stands before it; empty: images have no numbers."""
     hidden_size: int
@@ -325,13 +343,7 @@ class VisionConfig:
     @property
     def num_params(self) -> int:
         """Parameters of tower and projector."""
-        total = 0
-        for shape in self.tensors.values():
-            size = 1
-            for width in shape:
-                size *= width
-            total += size
-        return total
+        return sum(map(math.prod, self.tensors.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
