@@ -286,8 +286,9 @@ def _projector_names(tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]
         case "merger":
             theirs = ("v.post_ln", "mm.0", "mm.2")
             for level, layer in enumerate(tower.deepstack):
-                for ours, part in (("norm", "norm"), ("linear_fc1", "fc1"), ("linear_fc2", "fc2")):
-                    yield f"visual.deepstack_merger_list.{level}.{ours}", (f"v.deepstack.{layer}.{part}",)
+                ours = tower.names.projector_of(level + 1)
+                for name, part in zip(ours, ("norm", "fc1", "fc2"), strict=True):
+                    yield name, (f"v.deepstack.{layer}.{part}",)
         case "gemma3":
             theirs = ("mm.soft_emb_norm", "mm.input_projection", "")
         case "gemma4_unified":

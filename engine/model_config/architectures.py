@@ -159,6 +159,8 @@ LANGUAGE_PARTS = {
     "LlavaNextForConditionalGeneration": "llama",
     "LlavaOnevisionForConditionalGeneration": "qwen2",
     "Qwen2AudioForConditionalGeneration": "qwen2",
+    "LlavaNextVideoForConditionalGeneration": "llama",
+    "VideoLlama3ForConditionalGeneration": "qwen2",
     "VipLlavaForConditionalGeneration": "llama",
 }
 """Models that see or hear whose `text_config` names an architecture that is here, by default this one."""

@@ -132,9 +132,8 @@ class PatchMerger:
         self.norms_merged = tower.projector == "minicpmv"
         width = self.merged if self.norms_merged else hidden
         names = [(tower.names.projector, width, is_qwen and tower.is_rms)]
-        for level in range(len(tower.deepstack)):
-            at = f"visual.deepstack_merger_list.{level}."
-            names.append(((f"{at}norm", f"{at}linear_fc1", f"{at}linear_fc2"), self.merged, False))
+        levels = range(1, 1 + len(tower.deepstack))
+        names += [(tower.names.projector_of(level), self.merged, False) for level in levels]
         self.levels = [
             (
                 TowerNorm(weights, norm, width, tower.projector_eps, is_rms=is_rms),

@@ -17,6 +17,8 @@ from llmbox.engine.model_config.vision.families import find_vision
 from llmbox.engine.model_config.vision.layout import lay_out_image
 from support.tiny_models import write_json, write_tokenizer
 
+START = 9
+"""Token id before each image."""
 TEXT: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -475,6 +477,47 @@ MODELS["glm4v_moe"] = (
     MODELS["glm4v"][1] | {"text_config": TEXT | _EXPERTS | {"rope_parameters": HALF_MROPE}},
     MODELS["glm4v"][2],
 )
+AUDIO = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+OMNI = {"vision_start_token_id": START, "image_token_id": 10, "tie_word_embeddings": False}
+MODELS["qwen2_5_omni_thinker"] = (
+    "Qwen2_5OmniThinkerForConditionalGeneration",
+    {**MODELS["qwen2_5_vl"][1], **OMNI, "audio_config": AUDIO | {"output_dim": 64}},
+    MODELS["qwen2_5_vl"][2],
+)
+MODELS["qwen3_omni_moe_thinker"] = (
+    "Qwen3OmniMoeThinkerForConditionalGeneration",
+    {
+        **MODELS["qwen3_vl"][1],
+        **OMNI,
+        "audio_config": AUDIO | {"output_dim": 64, "downsample_hidden_size": 16},
+    }
+    | {
+        "text_config": TEXT
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"rope_parameters": MROPE | {"mrope_interleaved": True}}
+    },
+    MODELS["qwen3_vl"][2],
+)
+MODELS["video_llama_3"] = (
+    "VideoLlama3ForConditionalGeneration",
+    {
+        "text_config": TEXT | {"model_type": "qwen2"},
+        "vision_config": PIXTRAL,
+        "image_token_id": 10,
+        "tie_word_embeddings": False,
+    },
+    {
+        "image_processor_type": "VideoLlama3ImageProcessor",
+        "patch_size": 6,
+        "size": {"shortest_edge": 500, "longest_edge": 4000},
+    },
+)
+MODELS["vipllava"] = (
+    "VipLlavaForConditionalGeneration",
+    MODELS["llava_clip"][1] | {"vision_feature_layer": [-2, -1, 0]},
+    MODELS["llava_clip"][2],
+)
+MODELS["llava_next_video"] = ("LlavaNextVideoForConditionalGeneration", *MODELS["llava_next"][1:])
 """Class in transformers, values of its config, and preprocessor_config.json."""
 
 

@@ -8,6 +8,6 @@ result (`config.py`) a value, the key that has it, or a rule. It stands by how a
 - `pixel_limits.py`: images keep their shape within limits of pixels (Qwen, GLM);
 - `native_size.py`: images keep their shape within other limits: edges, patches, tokens.
 
-`families.py` has the list by `model_type`, reads folders and checks tensors; `layout.py` has the sizes, rows and
-texts of images.
+`families.py` has the list by `model_type`, reads folders and checks tensors; `layout.py` has the sizes,
+rows and texts of images.
 """

@@ -71,6 +71,13 @@ class TowerNames:
     projector: tuple[str, ...]
     """Norm, first and second linear of the projector, from the top; empty where there is none. A third linear
     may follow."""
+    deepstack: str = "visual.deepstack_merger_list"
+    """Module of the projectors of deepstack levels, whose parts are named as those of the projector."""
+
+    def projector_of(self, level: int) -> tuple[str, ...]:
+        """Return the names of the projector of a deepstack level, from 1; 0: of the last layer."""
+        parts = (name.removeprefix("visual.merger.") for name in self.projector)
+        return tuple(f"{self.deepstack}.{level - 1}.{part}" for part in parts) if level else self.projector
 
     @property
     def is_gated(self) -> bool:

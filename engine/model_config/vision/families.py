@@ -29,6 +29,7 @@ VISION_FAMILIES: Final[Mapping[str, VisionFamily | Mapping[str, VisionFamily]]] 
     "glm46v": pixel_limits.GLM4V,
     "glm4v": pixel_limits.GLM4V,
     "glm4v_moe": pixel_limits.GLM4V_MOE,
+    "glmga": pixel_limits.GLMGA,
     "glm_ocr": pixel_limits.GLM_OCR,
     "idefics3": tiles.IDEFICS3,
     "internvl": tiles.INTERNVL,
@@ -41,18 +42,23 @@ VISION_FAMILIES: Final[Mapping[str, VisionFamily | Mapping[str, VisionFamily]]] 
     "llama4": tiles.LLAMA4,
     "llava": llava.LLAVA,
     "llava_next": llava.LLAVA_NEXT,
+    "llava_next_video": llava.LLAVA_NEXT_VIDEO,
     "llava_onevision": llava.LLAVA_ONEVISION,
     "minicpmv4_6": tiles.MINICPMV,
     "mistral3": native_size.MISTRAL3,
     "paddleocr_vl": pixel_limits.PADDLEOCR_VL,
     "qianfan_ocr": tiles.QIANFAN_OCR,
     "qwen2_5_vl": pixel_limits.QWEN2_5_VL,
+    "qwen2_5_omni_thinker": pixel_limits.QWEN2_5_OMNI,
     "qwen2_vl": pixel_limits.QWEN2_VL,
     "qwen3_5": pixel_limits.QWEN3_5,
     "qwen3_5_moe": pixel_limits.QWEN3_5,
+    "qwen3_omni_moe_thinker": pixel_limits.QWEN3_OMNI,
     "qwen3_vl": pixel_limits.QWEN3_VL,
     "qwen3_vl_moe": pixel_limits.QWEN3_VL,
     "smolvlm": tiles.IDEFICS3,
+    "video_llama_3": pixel_limits.VIDEO_LLAMA3,
+    "vipllava": llava.VIPLLAVA,
 }
 """Where the tower says which one it is, families are by its `model_type`, the first one without."""
 _NESTED: Final = "image_processor"
@@ -70,6 +76,8 @@ def find_vision(directory: Path) -> tuple[VisionConfig | None, str]:
     Raises ModelError, with the name of the tensor, for files that do not hold the tower of config.json.
     """
     model = _read(directory, "config.json")
+    if (thinker := model.mapping("thinker_config")) is not None:  # the part of a Qwen-Omni that makes text
+        model = VisionFields(thinker, f"{model.where}: thinker_config")
     tower, kind = model.raw.get("vision_config"), model.raw.get("model_type")
     if tower is None:
         return None, why_no_tower(model)
@@ -311,11 +319,11 @@ def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
             yield from _norm(norm, width, is_rms=tower.projector == "merger" and tower.is_rms)
             yield from _linear(first, inner, merged, bias=bias)
             yield from _linear(second, out, inner, bias=bias)
-            for level in range(len(tower.deepstack)):
-                at = f"visual.deepstack_merger_list.{level}."
-                yield from _norm(f"{at}norm", merged, is_rms=False)
-                yield from _linear(f"{at}linear_fc1", inner, merged, bias=bias)
-                yield from _linear(f"{at}linear_fc2", out, inner, bias=bias)
+            for level in range(1, 1 + len(tower.deepstack)):
+                norm, first, second = tower.names.projector_of(level)
+                yield from _norm(norm, merged, is_rms=False)
+                yield from _linear(first, inner, merged, bias=bias)
+                yield from _linear(second, out, inner, bias=bias)
         case "glm":
             yield from _linear(second, out, merged, bias=True)
             yield from _linear(first, out, out, bias=False)

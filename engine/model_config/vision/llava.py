@@ -149,6 +149,16 @@ LLAVA: Final = {
 """Families by the `model_type` of their tower; the first one where it has none."""
 
 
+VIPLLAVA: Final = _whole(LLAVA_CLIP).but(
+    "VipLLaVA",
+    {"projector": ("multi_modal_projector.projector_layernorm", *LINEARS)},
+    feature_layer=[-2, -5, -8, -11, 6],
+    projector_norm=True,
+    projector_bias=True,
+    projector_eps=Key("model.projector_layernorm_eps", 1e-5),
+)
+
+
 def _gemma3_texts(at: FieldReader) -> TileText:
     start = at.files.token_text("boi_token", "<start_of_image>")
     each = f"\n\n{start}{{tokens}}{at.files.token_text('eoi_token', '<end_of_image>')}\n\n"
@@ -336,6 +346,10 @@ def _kept_tiles(at: FieldReader) -> int:
 LLAVA_NEXT: Final = {
     "clip_vision_model": _anyres(LLAVA_CLIP),
     "siglip_vision_model": _anyres(LLAVA_SIGLIP),
+}
+LLAVA_NEXT_VIDEO: Final = {
+    kind: family.but("LLaVA-NeXT-Video", image_token_id=image_token(32001))
+    for kind, family in LLAVA_NEXT.items()
 }
 LLAVA_ONEVISION: Final = _anyres(LLAVA_SIGLIP).but(
     "LLaVA-OneVision",

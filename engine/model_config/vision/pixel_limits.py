@@ -3,7 +3,7 @@
 from typing import Any, Final
 
 from ..fields import MAX_WIDTH
-from .config import LINEARS, MAX_SIDE, TowerNames, projections, siglip_names
+from .config import HALF, LINEARS, MAX_SIDE, TowerNames, projections, siglip_names
 from .fields import (
     MAX_PIXELS,
     MAX_TILES,
@@ -116,6 +116,11 @@ _WINDOWED: Final = _QWEN.but(
 QWEN2_5_VL: Final = _WINDOWED.but("Qwen2.5-VL", **mrope(16, 24, 24, interleaved=False))
 
 
+QWEN2_5_OMNI: Final = QWEN2_5_VL.but(
+    "Qwen2.5-Omni",
+    {"qkv": ("attn.q", "attn.k", "attn.v")},
+    image_text=token_text("image_token", "<|IMAGE|>"),
+)
 EXAONE4_5: Final = _WINDOWED.but(
     "EXAONE 4.5",
     checks=(
@@ -161,6 +166,27 @@ QWEN3_VL: Final = QWEN3_5.but(
     image_token_id=image_token(151655),
     **mrope(24, 20, 20, interleaved=True),
 )
+QWEN3_OMNI: Final = QWEN3_VL.but(
+    "Qwen3-Omni",
+    {"projector": _QWEN.names.projector, "deepstack": "visual.merger_list"},
+    image_text=token_text("image_token", "<|image_pad|>"),
+)
+VIDEO_LLAMA3: Final = _QWEN.but(
+    "VideoLLaMA 3",
+    siglip_names("vision_model.", "", "projector.readout.0", "projector.readout.2"),
+    only={"processor.merge_size": 1},
+    **sizes(768, 3072, 12, heads=12, patch=16),
+    frames=1,
+    activation=hidden_act("gelu_pytorch_tanh"),
+    eps=Key("layer_norm_eps", 1e-6),
+    merge=1,
+    projector="llava",
+    projector_size=hidden_size_of_text,
+    projector_activation="gelu",
+    usual_pixels=(HALF, HALF, 3),
+    out_size=hidden_size_of_text,
+    image_text=token_text("image_token", "<image>"),
+)
 GLM_OCR: Final = _QWEN.but(
     "GLM-OCR",
     {
@@ -201,6 +227,7 @@ GLM4V: Final = GLM_OCR.but(
     projector_size=Key("tower.intermediate_size", 13696, 16 * MAX_WIDTH),
     image_token_id=image_token(151343),
 )
+GLMGA: Final = GLM4V.but("GLM-4V", only={"processor.patch_expand_factor": 1})
 GLM4V_MOE: Final = GLM4V.but("GLM-4V", image_token_id=image_token(151363))
 """GLM-4.1V and later: layers are as wide inside as the language model, the merger as files say."""
 

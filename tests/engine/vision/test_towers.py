@@ -50,10 +50,14 @@ def encode(encoder: VisionEncoder, picture: Image.Image) -> torch.Tensor:
 @pytest.mark.parametrize("kind", MODELS)
 def test_embeddings_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     model, unused = make_vision_model(tmp_path, kind), 0
-    if kind in {"llava_clip", "llava_next"}:  # which read the last layer but one, and no norm
+    if kind in {
+        "llava_clip",
+        "llava_next",
+        "llava_next_video",
+    }:  # which read the last layer but one, and no norm
         tower = model.model.vision_tower
         unused = sum(each.numel() for each in tower.encoder.layers[-1].parameters()) + 2 * 48
-    if kind in {"llava_onevision", "aya_vision"}:
+    if kind in {"llava_onevision", "aya_vision", "vipllava"}:
         unused = 2 * 48
     compare(tmp_path, model, SIZES, unused)
 
@@ -79,7 +83,8 @@ def compare(directory: Path, model: Any, sizes: list[tuple[int, int]], unused: i
                 theirs = model.get_image_features(**inputs)
                 rows = model.multi_modal_projector(theirs.last_hidden_state)
             else:
-                theirs = model.model.get_image_features(**inputs, return_dict=True)
+                part = model if "omni" in model.config.model_type else model.model
+                theirs = part.get_image_features(**inputs, return_dict=True)
                 rows = theirs.pooler_output
         rows = rows.flatten(0, -2) if isinstance(rows, torch.Tensor) else torch.cat(list(rows))
         levels = [torch.cat(list(level)) for level in getattr(theirs, "deepstack_features", None) or []]
@@ -127,7 +132,7 @@ def test_variants_of_intern_vit(tmp_path: Path, tower: dict[str, Any], side: int
 
 def is_vision(name: str) -> bool:
     parts = ("vision_", "visual", "multi_modal_projector", "connector", "embed_vision", "merger")
-    parts += ("image_newline", "mlp_AR", "mlp1.", "mm_projector")
+    parts += ("image_newline", "mlp_AR", "mlp1.", "mm_projector", "model.projector.")
     return any(part in name for part in parts)
 
 

@@ -417,7 +417,7 @@ def test_a_nested_processor_is_read(tmp_path: Path) -> None:
     assert again.processor == replace(vision.processor, resample=3)
 
 
-OTHERS = {"smolvlm", "qwen3_vl_moe", "qwen3_5_moe", "glm46v", "internvl_chat"}
+OTHERS = {"smolvlm", "qwen3_vl_moe", "qwen3_5_moe", "glm46v", "glmga", "internvl_chat"}
 """Families that compute what one of `MODELS` does. The last is in tests/engine/vision/test_tokens.py."""
 
 
