@@ -43,6 +43,7 @@ VISION = tuple(
             "vision_projector.",
             "projector.",
             "image_newline",
+            "visual_embeddings_table.",
             "mlp_AR.",
         ),
         *(

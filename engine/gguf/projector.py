@@ -286,9 +286,9 @@ def _projector_names(tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]
         case "merger":
             theirs = ("v.post_ln", "mm.0", "mm.2")
             for level, layer in enumerate(tower.deepstack):
-                ours = tower.names.projector_of(level + 1)
-                for name, part in zip(ours, ("norm", "fc1", "fc2"), strict=True):
-                    yield name, (f"v.deepstack.{layer}.{part}",)
+                modules = tower.names.projector_of(level + 1)
+                for module, part in zip(modules, ("norm", "fc1", "fc2"), strict=True):
+                    yield module, (f"v.deepstack.{layer}.{part}",)
         case "gemma3":
             theirs = ("mm.soft_emb_norm", "mm.input_projection", "")
         case "gemma4_unified":

@@ -19,6 +19,8 @@ from support.tiny_models import write_json, write_tokenizer
 
 START = 9
 """Token id before each image."""
+INDICATORS = [300, 301, 302, 303, 304]
+"""Token ids of the rows around tiles in Ovis2: start, after the whole, between columns, between rows, end."""
 TEXT: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -363,6 +365,31 @@ MODELS["minicpmv4_6"] = (
         "image_token_id": 10,
     },
     {"image_processor_type": "MiniCPMV4_6ImageProcessor", "patch_size": 8, "scale_resolution": 64},
+)
+MODELS["minicpm_ocr"] = (
+    "MiniCPMOcrForConditionalGeneration",
+    MODELS["minicpmv4_6"][1] | {"tie_word_embeddings": True},
+    MODELS["minicpmv4_6"][2] | {"downsample_mode": "4x"},
+)
+MODELS["ovis2"] = (
+    "Ovis2ForConditionalGeneration",
+    {
+        "text_config": TEXT | {"model_type": "qwen2"},
+        "vision_config": PIXTRAL
+        | {"patch_size": 8, "image_size": 48, "hidden_stride": 2, "vocab_size": 40}
+        | {"num_visual_indicator_tokens": 5},
+        "hidden_size": 64,
+        "vocab_size": 320,
+        "image_token_id": 10,
+        "visual_indicator_token_ids": INDICATORS,
+        "tie_word_embeddings": False,
+    },
+    {
+        "image_processor_type": "Ovis2ImageProcessor",
+        "size": {"height": 48, "width": 48},
+        "crop_to_patches": True,
+        "max_patches": 6,
+    },
 )
 MODELS["llava_clip"] = (
     "LlavaForConditionalGeneration",
@@ -727,6 +754,14 @@ def make_seeing_chat_model(directory: Path, kind: str = "qwen3_vl") -> Path:
     template = SEEING_TEMPLATE.replace("".join(SEEING_MARKS["qwen3_vl"]), WRITTEN.get(kind, "".join(marks)))
     write_json(directory / "tokenizer_config.json", config | {"chat_template": template})
     return directory
+
+
+def indicators_of(grid: tuple[int, int], of_tile: int) -> list[int]:
+    """Return the row of Ovis2's indicators for each row of an image, -1 for those of patches."""
+    (rows, columns), patches = grid, [-1] * of_tile
+    lines = [[*patches, *([2, *patches] * (columns - 1))] for _ in range(rows)]
+    tiles = [row for number, line in enumerate(lines) for row in ([3] if number else []) + line]
+    return [0, *patches, 1, *(tiles if rows * columns > 1 else []), 4]
 
 
 def read_vision(directory: Path) -> VisionConfig | None:

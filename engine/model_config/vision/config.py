@@ -23,10 +23,12 @@ those of neighboring numbers, every other one for columns.
 ProjectorKind = Literal[
     "mistral3", "llava", "pixel_shuffle", "pixel_shuffle_mlp", "llama4", "gemma3", "merger", "lfm3_vl", "glm",
     "gemma4", "gemma4_unified", "minicpmv", "pixel_shuffle_gated",
+    "visual_table",
 ]  # fmt: skip
 ResizeKind = Literal[
     "longest_edge", "tiles", "canvas", "padded_canvas", "square", "center_crop", "pixels", "glm", "lfm2",
     "gemma4", "slices", "anyres", "whole_units", "fitted_canvas", "padded_units",
+    "covered_canvas",
 ]  # fmt: skip
 """Rule for the size of an image (`layout.py`)."""
 
@@ -172,6 +174,8 @@ class TowerConfig:
     """True if linears of layers bound their inputs and results (Gemma 4)."""
     standardizes: bool = False
     """True if pooled patches are shifted and scaled (Gemma 4)."""
+    indicators: int = 0
+    """Rows at the end of the table of visual tokens, for the places around tiles (Ovis2)."""
 
     @property
     def by_merge(self) -> bool:
@@ -296,6 +300,8 @@ class TileText:
     whole_first: bool = False
     single: str = ""
     """Text of an image that is not cut; empty: as `whole`."""
+    joins_are_rows: bool = False
+    """True if image tokens stand before the whole, after it, between tiles and at the end (Ovis2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,8 +386,6 @@ MAX_SIDE: Final = 1 << 14
 """Largest tile, edge or patch in pixels."""
 LINEARS: Final = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
 """Names of the linears of most projectors."""
-
-
 IMAGE_ROWS: Final = 4096
 """Rows of the largest image that memory is planned for; larger ones take more while they are encoded."""
 SLICE_PATCHES: Final = 2048
@@ -390,6 +394,5 @@ USUAL_SIDE: Final = 1024
 """Side of the image whose tokens are shown, in pixels."""
 KEPT_IMAGE_ROWS: Final = 4096
 """Rows whose embeddings are kept."""
-
 NO_TOWER: Final = "it is a language model without a vision tower"
 """Reason why a model of texts cannot read images."""

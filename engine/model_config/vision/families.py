@@ -14,7 +14,7 @@ from ...checkpoint.safetensors import TensorEntry, shown
 from ...errors import ModelError
 from ..fields import Fields, text_fields, with_text_sizes
 from ..shape import VisionShape
-from . import llava, native_size, pixel_limits, tiles
+from . import MISSING_PARTS, llava, native_size, pixel_limits, tiles
 from .config import IMAGE_ROWS, NO_TOWER, SLICE_PATCHES, USUAL_SIDE, TowerConfig, VisionConfig
 from .fields import VisionFamily, VisionFields, VisionFiles
 from .layout import lay_out_image
@@ -44,8 +44,10 @@ VISION_FAMILIES: Final[Mapping[str, VisionFamily | Mapping[str, VisionFamily]]] 
     "llava_next": llava.LLAVA_NEXT,
     "llava_next_video": llava.LLAVA_NEXT_VIDEO,
     "llava_onevision": llava.LLAVA_ONEVISION,
+    "minicpm_ocr": tiles.MINICPM_OCR,
     "minicpmv4_6": tiles.MINICPMV,
     "mistral3": native_size.MISTRAL3,
+    "ovis2": tiles.OVIS2,
     "paddleocr_vl": pixel_limits.PADDLEOCR_VL,
     "qianfan_ocr": tiles.QIANFAN_OCR,
     "qwen2_5_vl": pixel_limits.QWEN2_5_VL,
@@ -82,7 +84,7 @@ def find_vision(directory: Path) -> tuple[VisionConfig | None, str]:
     if tower is None:
         return None, why_no_tower(model)
     if str(kind) not in VISION_FAMILIES:
-        return None, f"the vision tower of {kind} is not supported; docs/models.md lists those that are"
+        return None, why_not_supported(model)
     try:
         vision = _read_vision(str(kind), _read_files(directory, model))
     except ModelError as error:
@@ -101,6 +103,14 @@ def find_vision(directory: Path) -> tuple[VisionConfig | None, str]:
             raise
         return None, f"its vision tower is quantized, which is not supported: {error}"
     return replace(vision, tensors=tensors), ""
+
+
+def why_not_supported(model: Fields) -> str:
+    """Return why the tower of a model cannot be used, with the part that is missing."""
+    name, kind = next(iter(model.raw.get("architectures") or [""])), model.raw.get("model_type")
+    part = MISSING_PARTS.get(str(name))
+    needs = f": it needs {part}" if part else ""
+    return f"the vision tower of {kind} is not supported{needs}; docs/models.md lists those that are"
 
 
 def why_no_tower(model: Fields) -> str:
@@ -314,6 +324,10 @@ def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
         case "gemma3":
             yield from _norm(norm, hidden, is_rms=True)
             yield f"{first}_weight", (hidden, out)
+        case "visual_table":
+            yield from _linear(first, inner, merged, bias=False)
+            yield from _norm(norm, inner, is_rms=False)
+            yield f"{second}.weight", (inner + tower.indicators, out)
         case "merger" | "minicpmv" | "lfm3_vl":
             width = merged if tower.projector == "minicpmv" else hidden
             yield from _norm(norm, width, is_rms=tower.projector == "merger" and tower.is_rms)

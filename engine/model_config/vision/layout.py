@@ -52,7 +52,8 @@ def _tiled_layout(vision: VisionConfig, texts: TileText, width: int, height: int
     if count <= 1:
         text = (texts.single or texts.whole).replace("{tokens}", vision.image_text * of_whole)
         text = f"{vision.start}{text}{vision.end}"
-        return ImageLayout(tiles=(whole,), num_rows=of_whole, text=text, grid=whole_grid)
+        num_rows = of_whole + 3 * texts.joins_are_rows
+        return ImageLayout(tiles=(whole,), num_rows=num_rows, text=text, grid=whole_grid)
     places = [(row + 1, column + 1) for row in range(rows) for column in range(columns)]
     written = [
         texts.tile.replace("{row}", str(row))
@@ -62,7 +63,7 @@ def _tiled_layout(vision: VisionConfig, texts: TileText, width: int, height: int
     ]
     lines = [texts.column_join.join(written[start : start + columns]) for start in range(0, count, columns)]
     text = (texts.row_join.join(lines) + texts.tiles_end).replace("{tokens}", vision.image_text * of_tile)
-    tiles, num_rows = (tile,) * count, count * of_tile
+    tiles, num_rows = (tile,) * count, count * of_tile + (count + 2) * texts.joins_are_rows
     if processor.thumbnail:
         one = texts.whole.replace("{tokens}", vision.image_text * of_whole)
         text = one + text if texts.whole_first else text + one
@@ -93,6 +94,8 @@ def grid_of(processor: ImageProcessorConfig, width: int, height: int) -> tuple[i
             return _slice_grid(processor, width, height)
         case "canvas":
             return closest_tiles(processor, width, height)
+        case "covered_canvas":
+            return _covering_grid(processor, width, height)
         case _:
             return padded_canvas(processor, width, height)
 
@@ -288,6 +291,32 @@ def closest_tiles(processor: ImageProcessorConfig, width: int, height: int) -> t
         elif distance == nearest and width * height > 0.5 * processor.tile**2 * ratio[0] * ratio[1]:
             best = ratio
     return best[1], best[0]
+
+
+def _covering_grid(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Return rows and columns of the fewest tiles that keep nine tenths of an image's pixels, or of those
+    that keep most. Ovis2 counts the pixels of columns as rows, and the other way around.
+    """
+    tile, most = processor.tile, processor.tile_counts[1]
+
+    def kept_of(down: int, across: int) -> float:
+        tall, wide = height // down, width // across
+        talls = [tall] * (down - 1) + [height - tall * (down - 1)]
+        wides = [wide] * (across - 1) + [width - wide * (across - 1)]
+        longer_shorter = ((max(high, broad), min(high, broad)) for high in talls for broad in wides)
+        areas = (
+            tile * (short / long * tile) if long > tile else long * short for long, short in longer_shorter
+        )
+        return sum(areas) / (width * height)
+
+    grids = [(down, across) for down in range(1, most + 1) for across in range(1, most // down + 1)]
+    kept = {grid: kept_of(*grid) for grid in sorted(grids, key=math.prod)}
+    enough = [grid for grid in kept if kept[grid] > 0.9]
+    if enough:
+        down, across = min(enough, key=lambda grid: (math.prod(grid), -kept[grid]))
+    else:
+        down, across = min(kept, key=lambda grid: (-kept[grid], math.prod(grid)))
+    return across, down
 
 
 def _slice_grid(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:

@@ -178,7 +178,6 @@ _OWN_NAMES: Final = TowerNames(
     qk_norms=("attn.q_norm", "attn.k_norm"),
     projector=("mlp1.0", "mlp1.1", "mlp1.3"),
 )
-_DYNAMIC: Final = Key("model.max_dynamic_patch", 6, MAX_TILES)
 INTERNVL_CHAT: Final = INTERNVL.but(
     "InternVL",
     _OWN_NAMES,
@@ -190,10 +189,8 @@ INTERNVL_CHAT: Final = INTERNVL.but(
     wide_norms=Key("qk_normalization", default=True),
     tile=Side("model.force_image_size", lambda at: at.image_side),
     is_cut=Key("model.dynamic_image_size", default=False),
-    **tile_counts(
-        Key("model.min_dynamic_patch", 1),
-        lambda at: _DYNAMIC.read(at, "model") if at.is_cut else 1,
-    ),
+    most_cut=Key("model.max_dynamic_patch", 6, MAX_TILES),
+    **tile_counts(Key("model.min_dynamic_patch", 1), lambda at: at.most_cut if at.is_cut else 1),
     usual_pixels=(IMAGENET_MEAN, IMAGENET_STD, 3),
     image_token_id=lambda at: at.files.token_id(at.image_text),
     placeholder="<image>",
@@ -208,6 +205,7 @@ QIANFAN_OCR: Final = INTERNVL.but(
 )
 
 
+_ADAPTER: Final = "vision_model.vision_adapter.mlp"
 LLAMA4: Final = VisionFamily(
     name="Llama 4",
     names=TowerNames(
@@ -220,10 +218,7 @@ LLAMA4: Final = VisionFamily(
         norms=("input_layernorm", "post_attention_layernorm"),
         qkv=projections("self_attn"),
         output="self_attn.o_proj",
-        projector=(
-            *("", "vision_model.vision_adapter.mlp.fc1", "vision_model.vision_adapter.mlp.fc2"),
-            LINEARS[0],
-        ),
+        projector=("", f"{_ADAPTER}.fc1", f"{_ADAPTER}.fc2", LINEARS[0]),
     ),
     rules={
         **sizes(768, 5632, 34),
@@ -287,16 +282,20 @@ MINICPMV: Final = SIGLIP.but(
         "projector": ("merger.mlp.0.pre_norm", "merger.mlp.0.linear_1", "merger.mlp.0.linear_2"),
     },
     only={
-        "downsample_mode": "16x",
         "merger_times": 1,
         "drop_vision_last_layer": False,
-        "processor.downsample_mode": "16x",
+        "processor.downsample_mode": lambda at: at.mode,
         "processor.patch_size": lambda at: at.patch_size,
     },
     checks=(
         refuse(
             "config",
-            lambda at: at.window_layer >= at.stored_layers or at.window_merge != 2 or at.merge != 2,
+            lambda at: at.mode not in {"4x", "16x"},
+            "downsample_mode {at.mode!r} is not supported, only '4x' or '16x'",
+        ),
+        refuse(
+            "config",
+            lambda at: at.window_layer >= at.stored_layers or at.window_side != 2 or at.merge != 2,
             "insert_layer_id {at.window_layer} must be one of {at.stored_layers} layers, squares of 2 x 2",
         ),
         refuse(
@@ -306,7 +305,10 @@ MINICPMV: Final = SIGLIP.but(
         ),
     ),
     table="nearest",
-    window_merge=Side("window_kernel_size", 2),
+    mode=Key("model.downsample_mode", "16x"),
+    other_names=lambda at: {"window_merger": ""} if at.mode == "4x" else {},
+    window_merge=lambda at: 1 if at.mode == "4x" else at.window_side,
+    window_side=Side("window_kernel_size", 2),
     merge=Side("model.merge_kernel_size", 2),
     window_layer=Key("model.insert_layer_id", 6),
     projector="minicpmv",
@@ -329,3 +331,70 @@ MINICPMV: Final = SIGLIP.but(
     number_marks=lambda at: _marks(at, "image_id") if at.numbered else (),
 )
 """MiniCPM-V 4.6: windows of patches become one after a layer, squares of these in the projector."""
+MINICPM_OCR: Final = MINICPMV.but(
+    "MiniCPM-OCR",
+    only={"processor.small_image_upsize": "always"},
+    mode=Key("model.downsample_mode", "4x"),
+)
+
+
+_ATOM: Final = "<IMG_ATOM>"
+OVIS2: Final = VisionFamily(
+    name="Ovis2",
+    names=TowerNames(
+        patch="vision_tower.transformer.embeddings.patch_embedding",
+        embedded_norm="vision_tower.transformer.embeddings.rms_norm",
+        layers="vision_tower.transformer.encoder.layers",
+        table="vision_tower.transformer.embeddings.position_embedding.weight",
+        post_norm="vision_tower.transformer.rms_norm",
+        norms=("rms_norm1", "rms_norm2"),
+        qkv=projections("attention"),
+        output="attention.out_proj",
+        mlp=("ffn.gate_proj", "ffn.up_proj", "ffn.down_proj"),
+        projector=("vision_tower.head_norm", "vision_tower.head_linear", "visual_embeddings_table"),
+    ),
+    rules={
+        **sizes(1024, 2816, 24, heads=8),
+        "activation": hidden_act("silu"),
+        "eps": Key("rms_norm_eps", 1e-5),
+        "is_rms": True,
+        "attention_bias": Key("qkv_bias", default=False),
+        "mlp_bias": Key("mlp_bias", default=False),
+        "image_side": Side("image_size", 224),
+        "table": "whole",
+        "merge": Key("hidden_stride", 1, MAX_TILES),
+        "projector": "visual_table",
+        "projector_eps": 1e-5,
+        "visual_tokens": Key("vocab_size", 16384, MAX_WIDTH),
+        "indicators": 5,
+        "projector_size": lambda at: at.visual_tokens - at.indicators,
+        "kind": "covered_canvas",
+        "tile": lambda at: at.image_side,
+        **tile_counts(1, PATCH_COUNTS[1], Key("processor.crop_to_patches", default=False)),
+        "image_token_id": image_token(151665),
+        "placeholder": "<image>",
+        "image_text": _ATOM,
+        "end": _ATOM,
+        "tile_text": TileText(
+            tile="{tokens}",
+            column_join=_ATOM,
+            row_join=_ATOM,
+            whole=f"{_ATOM}{{tokens}}{_ATOM}",
+            whole_first=True,
+            joins_are_rows=True,
+        ),
+    },
+    only={
+        "tower.tokenize_function": "softmax",
+        "tower.num_visual_indicator_tokens": 5,
+        "processor.use_covering_area_grid": True,
+    },
+    checks=(
+        refuse(
+            "tower", lambda at: at.projector_size < 1, "vocab_size {at.visual_tokens} leaves no visual token"
+        ),
+        refuse_other_sizes,
+        refuse_odd_tiles,
+    ),
+)
+"""Ovis2: patches become shares of visual tokens, whose embeddings are in a table."""

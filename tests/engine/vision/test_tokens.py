@@ -11,14 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.model_config.vision.config import VisionConfig
 from llmbox.engine.model_config.vision.families import find_vision
+from llmbox.engine.model_config.vision.layout import lay_out_image
 from support.real_engines import ask, load, tokens
 from support.tiny_models import write_json
 from support.vision_models import (
+    INDICATORS,
     MODELS,
     START,
     TEXT,
     draw_picture,
+    indicators_of,
     make_vision_model,
     prepare,
     read_vision,
@@ -32,7 +36,7 @@ WITHOUT_TOKEN_TYPES = {
     *("mistral3", "llava", "idefics3", "lfm2_vl", "internvl", "llama4"),
     *("lighton_ocr", "minicpmv4_6", "exaone4_5", "llava_next", "llava_onevision"),
     *("qianfan_ocr", "aya_vision", "cohere2_vision", "kimi_k25", "video_llama_3", "vipllava"),
-    *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "llava_next_video"),
+    *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "llava_next_video", "minicpm_ocr", "ovis2"),
 }
 """Models whose `forward` takes no types of tokens."""
 
@@ -104,13 +108,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Changes of a model's config."""
 
 
+def with_indicators(vision: VisionConfig, request: AddRequest) -> list[int]:
+    """Return the prompt of an Ovis2 with the tokens that transformers wants around tiles."""
+    ids = list(request.prompt_ids)
+    for image, size in zip(request.images, SIZES, strict=True):
+        layout = lay_out_image(vision, *size)
+        for place, row in enumerate(indicators_of(layout.tile_grid, 9)):
+            ids[image.start + place] = IMAGE if row < 0 else INDICATORS[row]
+    return ids
+
+
 @pytest.mark.parametrize("kind", [*MODELS, *VARIANTS])
 def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     model = make_vision_model(tmp_path, kind.partition(" ")[0], **VARIANTS.get(kind, {}))
     request, pictures = prompt_with(tmp_path)
     vision = read_vision(tmp_path)
     assert vision is not None
-    exact = tokens_of_transformers(model, request.prompt_ids, reference_inputs(tmp_path, vision, pictures))
+    ids = with_indicators(vision, request) if kind == "ovis2" else request.prompt_ids
+    exact = tokens_of_transformers(model, ids, reference_inputs(tmp_path, vision, pictures))
     assert len(set(exact)) > 2
     for options in ({}, {"token_budget": 16, "max_running": 4}):
         assert tokens(load(tmp_path, **options), [request])["a"] == exact

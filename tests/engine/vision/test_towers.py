@@ -10,7 +10,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from llmbox.engine.errors import ModelError
+from llmbox.engine.model_config.vision.config import VisionConfig
 from llmbox.engine.model_config.vision.families import find_vision
+from llmbox.engine.model_config.vision.layout import lay_out_image
 from llmbox.engine.vision import layers, tower
 from llmbox.engine.vision.encoder import VisionEncoder, load_vision_encoder
 from llmbox.kernels.cpu import attention
@@ -21,6 +23,7 @@ from support.tiny_models import write_json
 from support.vision_models import (
     MODELS,
     draw_picture,
+    indicators_of,
     make_vision_model,
     prepare,
     read_vision,
@@ -59,6 +62,8 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path, kind: str) -> None
         unused = sum(each.numel() for each in tower.encoder.layers[-1].parameters()) + 2 * 48
     if kind in {"llava_onevision", "aya_vision", "vipllava"}:
         unused = 2 * 48
+    if kind == "minicpm_ocr":
+        unused = sum(each.numel() for each in model.model.vision_tower.vit_merger.parameters())
     compare(tmp_path, model, SIZES, unused)
 
 
@@ -87,10 +92,19 @@ def compare(directory: Path, model: Any, sizes: list[tuple[int, int]], unused: i
                 theirs = part.get_image_features(**inputs, return_dict=True)
                 rows = theirs.pooler_output
         rows = rows.flatten(0, -2) if isinstance(rows, torch.Tensor) else torch.cat(list(rows))
+        if model.config.model_type == "ovis2":
+            rows = with_indicators(encoder.vision, size, rows, theirs.visual_indicator_features)
         levels = [torch.cat(list(level)) for level in getattr(theirs, "deepstack_features", None) or []]
         torch.testing.assert_close(found, torch.stack([rows, *levels]), rtol=1e-4, atol=1e-4)
         layout = prepare(encoder.vision, picture)[0]
         assert layout.text.count(encoder.vision.image_text) == layout.num_rows == len(rows)
+
+
+def with_indicators(vision: VisionConfig, size: Any, rows: Any, indicators: Any) -> torch.Tensor:
+    """Return the rows of an image of Ovis2 with those around its tiles."""
+    layout, of_patches = lay_out_image(vision, *size), iter(rows)
+    places = indicators_of(layout.tile_grid, len(rows) // len(layout.tiles))
+    return torch.stack([next(of_patches) if place < 0 else indicators[place] for place in places])
 
 
 def test_tiles_that_are_not_whole_patches_lose_their_edge(tmp_path: Path) -> None:
@@ -132,7 +146,7 @@ def test_variants_of_intern_vit(tmp_path: Path, tower: dict[str, Any], side: int
 
 def is_vision(name: str) -> bool:
     parts = ("vision_", "visual", "multi_modal_projector", "connector", "embed_vision", "merger")
-    parts += ("image_newline", "mlp_AR", "mlp1.", "mm_projector", "model.projector.")
+    parts += ("image_newline", "mlp_AR", "mlp1.", "mm_projector", "model.projector.", "visual_e")
     return any(part in name for part in parts)
 
 
@@ -238,9 +252,9 @@ def test_a_missing_tensor_and_one_of_another_shape_are_named(tmp_path: Path) -> 
 
 
 def test_a_family_whose_tower_is_not_read_says_so(tmp_path: Path) -> None:
-    write_json(tmp_path / "config.json", {"model_type": "ovis2", "vision_config": {}})
+    write_json(tmp_path / "config.json", {"model_type": "who", "vision_config": {}})
     assert read_vision(tmp_path) is None
-    assert "ovis2 is not supported" in find_vision(tmp_path)[1]
+    assert find_vision(tmp_path)[1].startswith("the vision tower of who is not supported; docs/models.md")
     tower = {"vision_config": {"mm_posemb_size": 99}, "hidden_size": 64}
     write_json(tmp_path / "config.json", {"model_type": "gemma4_unified", **tower})
     assert "max_soft_tokens 280 is beyond the 99 positions" in find_vision(tmp_path)[1]
