@@ -62,7 +62,8 @@ VISION_FAMILIES: Final[Mapping[str, VisionFamily | Mapping[str, VisionFamily]]] 
     "video_llama_3": pixel_limits.VIDEO_LLAMA3,
     "vipllava": llava.VIPLLAVA,
 }
-"""Where the tower says which one it is, families are by its `model_type`, the first one without."""
+"""Families by `model_type`. Where they have several towers: by the `model_type` of the tower, the first one
+if it has none."""
 _NESTED: Final = "image_processor"
 """Key of processor_config.json with what preprocessor_config.json has alone."""
 _NESTED_RULES: Final = "media_proc_cfg"

@@ -322,7 +322,7 @@ def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
             {},
             "'gumbel_argmax' is not supported, only 'softmax'",
         ),
-        ("ovis2", {"vocab_size": 5}, {}, "vocab_size 5 is too small"),
+        ("ovis2", {"vocab_size": 5}, {}, "vocab_size 5 leaves no visual token"),
         ("ovis2", {"hidden_stride": 4}, {}, "no whole squares of 4 x 4 patches"),
         ("ovis2", {}, {"use_covering_area_grid": False}, "use_covering_area_grid False is not supported"),
         ("video_llama_3", {}, {"merge_size": 2}, "merge_size 2 is not supported, only 1"),
