@@ -70,7 +70,7 @@ class PixelShuffle:
         norm, *linears = tower.names.projector
         self.norm = None
         if norm and tower.projector_norm:
-            self.norm = TowerNorm(weights, norm, width, tower.projector_eps, is_rms=False)
+            self.norm = TowerNorm(weights, norm, width, tower.projector_eps, is_rms=tower.projector_is_rms)
         self.is_gated = tower.projector == "pixel_shuffle_gated"
         self.linears, names = [], [name for name in linears if name]
         for number, name in enumerate(names, 1):

@@ -81,7 +81,7 @@ class TowerWeights:
             return self.floats(name, side, side, hidden).view(rows, hidden).to(self.dtype)
         if tower.table == "places":
             return self.floats(name, rows, 2, hidden).transpose(0, 1).contiguous().to(self.dtype)
-        return self.floats(name, rows + bool(tower.names.class_embedding), hidden).to(self.dtype)
+        return self.floats(name, rows + tower.class_positions, hidden).to(self.dtype)
 
     def bounds(self, linear: str) -> tuple[float, ...]:
         """Return the bounds of a linear that clips, of inputs and of results. They may be infinite."""
@@ -128,6 +128,7 @@ ACTIVATIONS: Final[dict[VisionActivation, Callable[[Tensor], Tensor]]] = {
     "gelu_tanh": lambda x: torch_functional.gelu(x, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "silu": torch_functional.silu,
+    "relu2": lambda x: torch_functional.relu(x).square(),
 }
 
 
@@ -253,7 +254,7 @@ class TowerLayer:
         self.qkv = TowerLinear(
             weights, names.qkv, tower.qkv_rows, hidden, bias=bias, clips=clips, order=order
         )
-        bias = tower.has_output_bias
+        bias = tower.output_bias
         self.output = TowerLinear(weights, [names.output], [hidden], hidden, bias=bias, clips=clips)
         self.norms_nD = None
         if names.qk_norms and tower.wide_norms:
@@ -337,7 +338,7 @@ class TowerLayer:
 
     def _mlp(self, x_PE: Tensor) -> Tensor:
         rows, activation = self.up(x_PE), self.tower.activation
-        if not self.tower.names.is_gated:
+        if len(self.tower.names.mlp) == 2:
             return self.down(activate(activation, rows))
         return self.down(gate(self.ops, activation, rows))
 

@@ -15,6 +15,7 @@ from llmbox.engine.ipc.messages import PreparedImage
 from llmbox.engine.model_config.vision.config import ImageLayout, VisionConfig
 from llmbox.engine.model_config.vision.families import find_vision
 from llmbox.engine.model_config.vision.layout import lay_out_image
+from support.families import FAMILIES
 from support.tiny_models import write_json, write_tokenizer
 
 START = 9
@@ -545,6 +546,19 @@ MODELS["vipllava"] = (
     MODELS["llava_clip"][2],
 )
 MODELS["llava_next_video"] = ("LlavaNextVideoForConditionalGeneration", *MODELS["llava_next"][1:])
+MODELS["nemotron_h_omni"] = (
+    "NemotronH_Omni_Reasoning_V3",
+    {
+        "text_config": TEXT | FAMILIES["nemotron_h"] | {"model_type": "nemotron_h"},
+        "vision_config": {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        | {"mlp_ratio": 1.5, "patch_size": 8, "max_img_size": 64, "num_cls_tokens": 2, "num_registers": 3}
+        | {"video_temporal_patch_size": 2},
+        "vision_hidden_size": 48,
+        "projector_hidden_size": 40,
+        "image_token_id": 10,
+    },
+    {"patch_size": 8, "min_num_patches": 16, "max_num_patches": 90},
+)
 """Class in transformers, values of its config, and preprocessor_config.json."""
 
 
@@ -638,6 +652,12 @@ def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image
         return {"pixel_values": torch.cat([_llama4_tiles(vision, picture) for picture in pictures])}
     if vision.processor.kind == "padded_units":
         return _patches_of_tiles(vision, pictures)
+    if vision.processor.kind == "patch_grid":
+        found = _patches_of_tiles(vision, pictures)
+        return {
+            "pixel_values": found["pixel_values"].flatten(1),
+            "image_grid_hw": found["image_grid_thw"][:, 1:],
+        }
     if vision.processor.kind == "fitted_canvas":
         return {"pixel_values": torch.cat([_our_tiles(vision, picture) for picture in pictures])}
     if vision.processor.kind != "lfm2":
@@ -674,7 +694,8 @@ def _our_levels(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:
 
 
 def _our_tiles(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:
-    return (_our_levels(vision, picture) / 255 - 0.5) / 0.5
+    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (vision.processor.mean, vision.processor.std))
+    return (_our_levels(vision, picture) / 255 - mean) / std
 
 
 def _patches_of_tiles(vision: VisionConfig, pictures: list[Image.Image]) -> dict[str, Any]:

@@ -32,7 +32,6 @@ _PARTS = {
     "RoPE with four axes": "HunYuanVLForConditionalGeneration",
     "a linear after the merger of Qwen2.5-VL's tower": "HyperCLOVAXVisionV2ForConditionalGeneration",
     "positions of slices on a canvas": "MiniCPMV4_7ForConditionalGeneration",
-    "a tower of RADIO": "NemotronH_Omni_Reasoning_V3",
     "a tower with windows that other layers join": "MuseGlimmerForConditionalGeneration",
     "a tower of the Perception Encoder": "PerceptionLMForConditionalGeneration",
     "names of a checkpoint that makes images too": "Cosmos3EdgeForConditionalGeneration "

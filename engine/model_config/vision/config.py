@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
+VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu2"]
 PositionTable = Literal[
     "", "whole", "buckets", "bilinear", "bilinear_edges", "bicubic", "bicubic_square", "antialiased",
-    "axes", "places", "nearest",
+    "axes", "places", "nearest", "cropped",
 ]  # fmt: skip
 """Learned positions of patches: none; a row for each patch; a square of rows, of which each patch takes the
 one at its fraction of the image, or a bilinear mean (corners or edges aligned), a bicubic one (stored as
 rows, or as a square), or one with antialiasing; or a row for its column and one for its row, from two tables,
 stored one after the other or side by side. The last is as the third, with fractions that are divided, not
-multiplied by an inverse."""
+multiplied by an inverse. `cropped`: as of a square that the image fits in, edges aligned."""
 VisionRope = Literal["", "axial", "alternating", "pairs", "alternating_pairs"]
 """RoPE of rows and columns: none; the first half of the frequencies for rows; every other one; those of
 neighboring numbers, the first half for columns, counted from 1 as the class embedding has position 0; or
@@ -28,7 +28,7 @@ ProjectorKind = Literal[
 ResizeKind = Literal[
     "longest_edge", "tiles", "canvas", "padded_canvas", "square", "center_crop", "pixels", "glm", "lfm2",
     "gemma4", "slices", "anyres", "whole_units", "fitted_canvas", "padded_units",
-    "covered_canvas",
+    "covered_canvas", "patch_grid",
 ]  # fmt: skip
 """Rule for the size of an image (`layout.py`)."""
 
@@ -81,10 +81,6 @@ class TowerNames:
         parts = (name.removeprefix("visual.merger.") for name in self.projector)
         return tuple(f"{self.deepstack}.{level - 1}.{part}" for part in parts) if level else self.projector
 
-    @property
-    def is_gated(self) -> bool:
-        return len(self.mlp) == 3
-
 
 def projections(module: str) -> tuple[str, ...]:
     """Return the names of the linears of query, key and value in a module."""
@@ -129,8 +125,8 @@ class TowerConfig:
     is_rms: bool = False
     """True for RMS norms, False for LayerNorms with biases."""
     attention_bias: bool = True
-    output_bias: bool | None = None
-    """Bias of the linear after attention; None: as `attention_bias`."""
+    output_bias: bool = True
+    """Bias of the linear after attention."""
     wide_norms: bool = False
     """True if queries and keys are normalized over all heads together, not each by itself."""
     mlp_bias: bool = True
@@ -140,6 +136,8 @@ class TowerConfig:
     table: PositionTable = ""
     table_rows: int = 0
     """Learned positions, beside that of the class embedding."""
+    class_rows: int = 1
+    """Rows of the class embedding; several, with those of registers, have no positions (RADIO)."""
     class_is_last: bool = False
     """True if the class embedding has the last position of the table, not the first."""
     rope: VisionRope = ""
@@ -163,6 +161,7 @@ class TowerConfig:
     """Width between the linears of the projector."""
     projector_bias: bool = False
     projector_norm: bool = True
+    projector_is_rms: bool = False
     projector_eps: float = 1e-6
     projector_activation: VisionActivation = "gelu"
     joined_layers: tuple[int, ...] = ()
@@ -193,14 +192,15 @@ class TowerConfig:
         return (self.merge * self.window_merge) ** 2
 
     @property
-    def has_output_bias(self) -> bool:
-        return self.attention_bias if self.output_bias is None else self.output_bias
-
-    @property
     def head_counts(self) -> tuple[int, int, int]:
         """Heads of queries, keys and values."""
         kv_heads = self.kv_heads or self.num_heads
         return self.num_heads, kv_heads, kv_heads
+
+    @property
+    def class_positions(self) -> int:
+        """Rows of the table for the class embedding."""
+        return int(bool(self.names.class_embedding) and self.class_rows == 1)
 
     @property
     def qkv_rows(self) -> tuple[int, ...]:

@@ -46,6 +46,7 @@ VISION_FAMILIES: Final[Mapping[str, VisionFamily | Mapping[str, VisionFamily]]] 
     "llava_onevision": llava.LLAVA_ONEVISION,
     "minicpm_ocr": tiles.MINICPM_OCR,
     "minicpmv4_6": tiles.MINICPMV,
+    "nemotron_h_omni": native_size.NEMOTRON_OMNI,
     "mistral3": native_size.MISTRAL3,
     "ovis2": tiles.OVIS2,
     "paddleocr_vl": pixel_limits.PADDLEOCR_VL,
@@ -95,6 +96,10 @@ def find_vision(directory: Path) -> tuple[VisionConfig | None, str]:
         entries = list_vision_tensors(directory)
     except ModelError:  # loading says why
         return replace(vision, tensors=tensors), ""
+    names = vision.tower.names
+    if "radio" in names.layers and f"{names.layers}.0.{names.scales[0]}" not in entries:  # they are 1
+        vision = replace(vision, tower=replace(vision.tower, names=replace(names, scales=())))
+        tensors = list_tower_tensors(vision.tower, vision.hidden_size)
     if not entries.keys() & tensors.keys():
         return None, "its files have no tensors of the vision tower: take a checkpoint that includes it"
     try:
@@ -250,7 +255,7 @@ def _tower_tensors(tower: TowerConfig, out: int) -> Tensors:
         if norm:
             yield from _norm(norm, size, is_rms=rms)
     if names.class_embedding:
-        yield names.class_embedding, (hidden,)
+        yield names.class_embedding, (tower.class_rows, hidden) if tower.class_rows > 1 else (hidden,)
     if tower.table:
         rows = tower.table_rows
         side = round(rows**0.5)
@@ -259,7 +264,7 @@ def _tower_tensors(tower: TowerConfig, out: int) -> Tensors:
             "axes": (2, rows, hidden),
             "bicubic_square": (side, side, hidden),
         }
-        yield names.table, pairs.get(tower.table, (rows + bool(names.class_embedding), hidden))
+        yield names.table, pairs.get(tower.table, (rows + tower.class_positions, hidden))
     if names.newline:
         yield names.newline, (out,)
     if names.pre_norm:
@@ -301,7 +306,7 @@ def _layer_linears(tower: TowerConfig, at: str, *, has_conv: bool) -> Tensors:
     else:
         for name, rows in zip(names.qkv, tower.qkv_rows, strict=True):
             yield from _linear(at + name, rows, hidden, bias=tower.attention_bias)
-        yield from _linear(at + names.output, hidden, hidden, bias=tower.has_output_bias)
+        yield from _linear(at + names.output, hidden, hidden, bias=tower.output_bias)
     *ups, down = names.mlp
     for name in ups:
         yield from _linear(at + name, inner, hidden, bias=tower.mlp_bias)
@@ -354,7 +359,7 @@ def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
         case _:  # a chain of linears over squares of patches
             width = tower.projected_size * tower.merge**2
             if norm and tower.projector_norm:
-                yield from _norm(norm, width, is_rms=False)
+                yield from _norm(norm, width, is_rms=tower.projector_is_rms)
             linears = [name for name in tower.names.projector[1:] if name]
             for name in linears:
                 outputs = out if name == linears[-1] else inner

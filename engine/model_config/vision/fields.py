@@ -211,7 +211,8 @@ def token_text(key: str, default: str) -> FieldRule:
 
 
 def image_token(default: int) -> Key:
-    return Key("image_token_id|image_token_index|media_placeholder_token_id", default)
+    paths = "image_token_id|image_token_index|media_placeholder_token_id|img_context_token_id"
+    return Key(paths, default)
 
 
 def sizes(
@@ -283,9 +284,10 @@ def _pixels(at: FieldReader) -> dict[str, Any]:
     for key in ("do_resize", "do_rescale"):
         if not fields.flag(key, default=True):
             raise fields.error(f"{key} false is not supported")
-    normalizes = fields.flag("do_normalize", default=at.normalizes)
-    mean = fields.numbers("image_mean") or mean if normalizes else (0.0, 0.0, 0.0)
-    std = fields.numbers("image_std") or std if normalizes else (1.0, 1.0, 1.0)
+    mean = fields.numbers("image_mean") or fields.numbers("norm_mean") or mean
+    std = fields.numbers("image_std") or fields.numbers("norm_std") or std
+    if not fields.flag("do_normalize", default=at.normalizes):
+        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     scale = fields.number("rescale_factor", 1 / 255)
     if len(mean) != 3 or len(std) != 3 or not all(each > 0 for each in std) or not 0 < scale <= 1:
         raise fields.error("image_mean and image_std must have 3 numbers each, std above 0")
@@ -301,6 +303,7 @@ _USUAL: Final[dict[str, Any]] = {
     "eps": Key("layer_norm_eps", 1e-6),
     "rope_theta": _rope_theta,
     "table_rows": lambda at: (at.image_side // at.patch_size) ** 2 if at.table and at.image_side else 0,
+    "output_bias": lambda at: at.attention_bias is not False,
     "merge": 1,
     "window_merge": 1,
     "unit": lambda at: at.patch_size * at.merge * at.window_merge,

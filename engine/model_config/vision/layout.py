@@ -131,6 +131,8 @@ def resized(processor: ImageProcessorConfig, width: int, height: int) -> tuple[i
             return _gemma4_size(processor, width, height)
         case "glm":
             return _glm_size(processor, width, height)
+        case "patch_grid":
+            return _patch_grid_size(processor, width, height)
         case "whole_units":
             return _whole_units_size(processor, width, height)
         case "padded_units":
@@ -215,6 +217,23 @@ def _whole_units_size(processor: ImageProcessorConfig, width: int, height: int) 
         width, height = unit, round(height * unit / width)
     _refuse_ratio(width, height)
     return _limited_size(processor, width, height)
+
+
+def _patch_grid_size(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Return whole units of patches between limits; an edge is rounded up if it then fits (Nemotron)."""
+    patch, merge = processor.patch, processor.unit // processor.patch
+    least, most = processor.least // patch**2, processor.most // patch**2
+    sides = [round(edge / patch + 0.5) for edge in (height, width)]
+    scale = min(math.sqrt(most / math.prod(sides)), 1.0)
+    sides = [max(1, math.floor(scale * side)) for side in sides]
+    if most > least > math.prod(sides):
+        scale = math.sqrt(least / math.prod(sides))
+        sides = [math.ceil(scale * side) for side in sides]
+    for place in (0, 1):
+        larger = -(-sides[place] // merge) * merge
+        is_small = larger * sides[1 - place] <= most
+        sides[place] = larger if is_small else max(merge, sides[place] // merge * merge)
+    return sides[0] * patch, sides[1] * patch
 
 
 def _gemma4_size(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from .config import HALF, LINEARS, MAX_SIDE, TowerNames, projections
 from .fields import (
     MAX_PIXELS,
     MAX_TILES,
+    Inverse,
     Key,
     Side,
     VisionFamily,
@@ -252,3 +253,61 @@ GEMMA4_UNIFIED: Final = replace(
     both_directions=lambda at: at.files.text.raw.get("use_bidirectional_attention", "vision"),
 )
 """Gemma 4 12B, which has no tower: norms and two linears make embeddings of patches."""
+
+_RADIO: Final = "vision_model.radio_model.model"
+NEMOTRON_OMNI: Final = VisionFamily(
+    name="Nemotron Nano Omni",
+    names=TowerNames(
+        patch=f"{_RADIO}.patch_generator.embedder",
+        layers=f"{_RADIO}.blocks",
+        class_embedding=f"{_RADIO}.patch_generator.cls_token.token",
+        table=f"{_RADIO}.patch_generator.pos_embed",
+        scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
+        projector=("mlp1.0", "mlp1.1", "mlp1.3"),
+    ),
+    rules={
+        **sizes(1280, 0, 32, patch=16, intermediate_size=lambda at: int(at.hidden_size * at.mlp_ratio)),
+        "mlp_ratio": Key("mlp_ratio", 4.0),
+        "activation": hidden_act("gelu"),
+        "patch_bias": False,
+        "image_side": Side("max_img_size", 2048),
+        "table": "cropped",
+        "class_rows": lambda at: at.num_cls + at.num_registers,
+        "num_cls": Key("num_cls_tokens", 3, MAX_TILES),
+        "num_registers": Key("num_registers", 7, MAX_TILES),
+        "merge": Inverse("model.downsample_ratio", 0.5),
+        "projector": "pixel_shuffle_mlp",
+        "projector_is_rms": True,
+        "projector_size": Key("model.projector_hidden_size", 4096, MAX_WIDTH),
+        "projector_eps": 1e-5,
+        "projector_activation": "relu2",
+        "kind": "patch_grid",
+        "patch": lambda at: at.patch_size,
+        "least_patches": Key("processor.min_num_patches", 1024, MAX_PIXELS),
+        "most_patches": Key("processor.max_num_patches", 13312, MAX_PIXELS),
+        "context": Key("processor.max_model_len", 16384),
+        "least": lambda at: at.least_patches * at.patch_size**2,
+        "most": lambda at: (
+            max(min((at.context - 4) * at.merge**2, at.most_patches), at.least_patches) * at.patch_size**2
+        ),
+        "image_token_id": image_token(18),
+        "start": "<img>",
+        "end": "</img>",
+    },
+    only={
+        "tower.use_swiglu_ffn": False,
+        "tower.qkv_bias": True,
+        "text.num_nextn_predict_layers": 0,
+        "vision_hidden_size|vit_hidden_size": lambda at: at.hidden_size,
+        "processor.patch_size": lambda at: at.patch_size,
+        "processor.downsample_ratio": lambda at: 1 / at.merge,
+    },
+    checks=(
+        refuse(
+            "processor",
+            lambda at: at.most < at.unit**2,
+            "max_num_patches {at.most_patches} are fewer than those of a token",
+        ),
+    ),
+)
+"""Nemotron 3 Nano Omni: the tower of RADIO, whose rows of classes and registers have no positions."""

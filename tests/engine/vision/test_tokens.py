@@ -36,7 +36,14 @@ WITHOUT_TOKEN_TYPES = {
     *("mistral3", "llava", "idefics3", "lfm2_vl", "internvl", "llama4"),
     *("lighton_ocr", "minicpmv4_6", "exaone4_5", "llava_next", "llava_onevision"),
     *("qianfan_ocr", "aya_vision", "cohere2_vision", "kimi_k25", "video_llama_3", "vipllava"),
-    *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "llava_next_video", "minicpm_ocr", "ovis2"),
+    *(
+        "qwen2_5_omni_thinker",
+        "qwen3_omni_moe_thinker",
+        "llava_next_video",
+        "minicpm_ocr",
+        "ovis2",
+        "nemotron_h_omni",
+    ),
 }
 """Models whose `forward` takes no types of tokens."""
 
@@ -70,7 +77,7 @@ def tokens_of_transformers(model: Any, ids: list[int], inputs: dict[str, Any]) -
         extra = {"token_type_ids" if "gemma3" in model.config.model_type else "mm_token_type_ids": kinds}
         if model.config.model_type in WITHOUT_TOKEN_TYPES:
             extra = {}
-        if "omni" in model.config.model_type:  # positions by time, height and width need a mask
+        if model.config.model_type.endswith("thinker"):  # positions by time, height and width need a mask
             extra, model.rope_deltas = {"attention_mask": torch.ones_like(all_ids)}, None
         if model.config.model_type == "gemma4_unified":
             extra = {"attention_mask": masks_of_generate(model, all_ids, kinds)}

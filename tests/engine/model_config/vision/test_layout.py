@@ -231,6 +231,34 @@ def test_sizes_of_kimi(
     assert read_vision(tmp_path) == vision
 
 
+@pytest.mark.parametrize(
+    ("size", "whole"),
+    [
+        ((1, 1), (512, 512)),
+        ((30, 2000), (4064, 96)),
+        ((1023, 769), (800, 1024)),
+        ((640, 8), (96, 3264)),
+        ((20000, 700), (320, 9824)),
+        ((3000, 2999), (1824, 1856)),
+        ((3, 9000), (12160, 32)),
+    ],
+)
+def test_sizes_of_nemotron_omni(tmp_path: Path, size: tuple[int, int], whole: tuple[int, int]) -> None:
+    """Compare with the sizes of the processor of transformers 5.23, which needs torchvision. Keys are those
+    of the published files.
+    """
+    model = {"model_type": "nemotron_h_omni", "llm_config": TEXT, "img_context_token_id": 18}
+    model |= {"vision_config": {"patch_size": 16}, "vit_hidden_size": 1280}
+    write_json(tmp_path / "config.json", model)
+    write_json(tmp_path / "preprocessor_config.json", {"norm_mean": [0.1] * 3, "norm_std": [0.2] * 3})
+    vision = read_vision(tmp_path)
+    assert vision is not None
+    assert (vision.processor.mean, vision.processor.std) == ((0.1,) * 3, (0.2,) * 3)
+    layout = lay_out_image(vision, *size)
+    assert layout.tiles == (whole,)
+    assert layout.text == f"<img>{'<image>' * (whole[0] * whole[1] // 1024)}</img>"
+
+
 def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
     with pytest.raises(ImageSizeError, match="200 times as many"):
         lay_out_image(read(tmp_path, "qwen2_vl"), 1, 201)
@@ -322,6 +350,9 @@ def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
             {},
             "'gumbel_argmax' is not supported, only 'softmax'",
         ),
+        ("nemotron_h_omni", {"use_swiglu_ffn": True}, {}, "use_swiglu_ffn True is not supported, only False"),
+        ("nemotron_h_omni", {"hidden_size": 64}, {}, "vision_hidden_size 48 is not supported, only 64"),
+        ("nemotron_h_omni", {}, {"min_num_patches": 1, "max_num_patches": 3}, "max_num_patches 3 are fewer"),
         ("ovis2", {"vocab_size": 5}, {}, "vocab_size 5 leaves no visual token"),
         ("ovis2", {"hidden_stride": 4}, {}, "no whole squares of 4 x 4 patches"),
         ("ovis2", {}, {"use_covering_area_grid": False}, "use_covering_area_grid False is not supported"),
