@@ -58,6 +58,8 @@ class TowerNames:
     """Norms before attention and before the MLP, and maybe those of their results."""
     scales: tuple[str, ...] = ()
     """Factors of the results of attention and MLP (LayerScale), where there are such."""
+    may_lack_scales: bool = False
+    """True if files may leave these out, which are 1 then."""
     qkv: tuple[str, ...] = ("attn.qkv",)
     """Query, key and value, or one tensor with all three."""
     qk_norms: tuple[str, ...] = ()

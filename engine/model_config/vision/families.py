@@ -46,8 +46,8 @@ VISION_FAMILIES: Final[Mapping[str, VisionFamily | Mapping[str, VisionFamily]]] 
     "llava_onevision": llava.LLAVA_ONEVISION,
     "minicpm_ocr": tiles.MINICPM_OCR,
     "minicpmv4_6": tiles.MINICPMV,
-    "nemotron_h_omni": native_size.NEMOTRON_OMNI,
     "mistral3": native_size.MISTRAL3,
+    "nemotron_h_omni": native_size.NEMOTRON_OMNI,
     "ovis2": tiles.OVIS2,
     "paddleocr_vl": pixel_limits.PADDLEOCR_VL,
     "qianfan_ocr": tiles.QIANFAN_OCR,
@@ -97,7 +97,7 @@ def find_vision(directory: Path) -> tuple[VisionConfig | None, str]:
     except ModelError:  # loading says why
         return replace(vision, tensors=tensors), ""
     names = vision.tower.names
-    if "radio" in names.layers and f"{names.layers}.0.{names.scales[0]}" not in entries:  # they are 1
+    if names.may_lack_scales and f"{names.layers}.0.{names.scales[0]}" not in entries:
         vision = replace(vision, tower=replace(vision.tower, names=replace(names, scales=())))
         tensors = list_tower_tensors(vision.tower, vision.hidden_size)
     if not entries.keys() & tensors.keys():
@@ -179,6 +179,8 @@ def vision_shape(vision: VisionConfig) -> VisionShape:
     tower, rules, hidden = vision.tower, vision.processor, vision.tower.hidden_size
     usual = lay_out_image(vision, USUAL_SIDE, USUAL_SIDE).num_rows
     limits = (-(-rules.tile // rules.unit)) ** 2, rules.most // rules.unit**2
+    # Of Ovis2: numbers for each visual token and row of a tile, also in float32.
+    shares = 5 * limits[0] * tower.projector_size if tower.indicators else 0
     canvas = max((tall * wide for tall, wide in rules.canvases), default=0) // rules.unit**2
     return VisionShape(
         params=vision.num_params,
@@ -191,7 +193,8 @@ def vision_shape(vision: VisionConfig) -> VisionShape:
         tower_rows=min(IMAGE_ROWS, max(limits) or IMAGE_ROWS),
         # Twice the embeddings of a canvas: those of its tiles, and the same in lines.
         slice_numbers=SLICE_PATCHES * max(6 * hidden, 2 * hidden + 3 * tower.intermediate_size)
-        + 2 * canvas * vision.hidden_size,
+        + 2 * canvas * vision.hidden_size
+        + shares,
         whole_rows=max(usual, rules.most // rules.unit**2) if vision.is_bidirectional else 0,
         usual_rows=usual,
     )

@@ -263,6 +263,7 @@ NEMOTRON_OMNI: Final = VisionFamily(
         class_embedding=f"{_RADIO}.patch_generator.cls_token.token",
         table=f"{_RADIO}.patch_generator.pos_embed",
         scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
+        may_lack_scales=True,
         projector=("mlp1.0", "mlp1.1", "mlp1.3"),
     ),
     rules={

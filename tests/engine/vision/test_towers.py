@@ -167,6 +167,8 @@ def is_vision(name: str) -> bool:
         ("llava_onevision", torch.float32, 1e-4),
         ("aya_vision", torch.float32, 1e-4),
         ("kimi_k25", torch.bfloat16, 0.1),
+        ("ovis2", torch.float32, 1e-4),
+        ("nemotron_h_omni", torch.bfloat16, 0.1),
     ],
 )
 def test_a_picture_has_the_same_bits_every_time_on_the_cpp_kernels(
@@ -232,6 +234,19 @@ def test_older_spellings_of_names_are_read(tmp_path: Path) -> None:
         return inner.replace("vision_tower.", "vision_tower.vision_model."), tensor
 
     change_tensors(tmp_path, rename)
+    assert torch.equal(encode(load(tmp_path), picture), found)
+
+
+def test_factors_that_a_radio_leaves_out_are_one(tmp_path: Path) -> None:
+    make_vision_model(tmp_path, "nemotron_h_omni")
+    picture = draw_picture(50, 40)
+
+    def one(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        return name, torch.ones_like(tensor) if "layer_scale" in name else tensor
+
+    change_tensors(tmp_path, one)
+    found = encode(load(tmp_path), picture)
+    change_tensors(tmp_path, lambda name, each: None if "layer_scale" in name else (name, each))
     assert torch.equal(encode(load(tmp_path), picture), found)
 
 
