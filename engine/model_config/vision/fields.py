@@ -139,16 +139,6 @@ Check = Callable[[FieldReader], None]
 """Check of all fields. Raises ModelError."""
 
 
-def refuse(file: str, is_wrong: FieldRule, problem: str) -> Check:
-    """Return a check that raises an error about a file. `problem` has fields as {at.field}."""
-
-    def check(at: FieldReader) -> None:
-        if is_wrong(at):
-            raise getattr(at, file).error(problem.format(at=at))
-
-    return check
-
-
 @dataclass(frozen=True, slots=True)
 class Key:
     """Key of a model's files, read by the type of its default: a number, flag, text or list of numbers.
@@ -337,6 +327,10 @@ class VisionFamily:
     """
     only: Mapping[str, Any] = field(default_factory=dict)
     """Keys that may have one value alone, which a `FieldRule` may say."""
+    refuse: Mapping[str, FieldRule] = field(default_factory=dict)
+    """Rules that are true for what is not supported, by the error: the file (`config`, `tower`, `processor`),
+    a colon, and the problem with fields as {at.field}.
+    """
     checks: tuple[Check, ...] = ()
 
     def but(
@@ -345,6 +339,7 @@ class VisionFamily:
         names: Mapping[str, Any] | TowerNames | None = None,
         *,
         only: Mapping[str, Any] | None = None,
+        refuse: Mapping[str, FieldRule] | None = None,
         checks: tuple[Check, ...] = (),
         **rules: Any,
     ) -> "VisionFamily":
@@ -354,6 +349,7 @@ class VisionFamily:
             names=names if isinstance(names, TowerNames) else replace(self.names, **(names or {})),
             rules={**self.rules, **rules},
             only={**self.only, **(only or {})},
+            refuse={**self.refuse, **(refuse or {})},
             checks=(*self.checks, *checks),
         )
 
@@ -371,6 +367,10 @@ class VisionFamily:
             # Null is what other values are computed from.
             if value != wanted and not (value is None and callable(usual)):
                 raise fields.error(f"{key} {show(value)} is not supported, only {show(wanted)}")
+        for error, is_wrong in self.refuse.items():
+            if is_wrong(at):
+                file, _, problem = error.partition(": ")
+                raise getattr(at, file).error(problem.format(at=at))
         for check in self.checks:
             check(at)
         return VisionConfig(

@@ -17,6 +17,7 @@ from .config import (
 from .fields import (
     MAX_TILES,
     FieldReader,
+    FieldRule,
     Key,
     Side,
     VisionFamily,
@@ -24,7 +25,6 @@ from .fields import (
     hidden_act,
     hidden_size_of_text,
     image_token,
-    refuse,
     sizes,
     token_text,
 )
@@ -47,11 +47,11 @@ SIGLIP: Final = VisionFamily(
 """Tower of SigLIP, for families that have it."""
 
 
-refuse_other_sizes: Final = refuse(
-    "processor",
-    lambda at: at.processor.side("size", at.image_side) != at.image_side,
-    "size must be that of the tower, {at.image_side}",
-)
+OTHER_SIZES: Final[dict[str, FieldRule]] = {
+    "processor: size must be that of the tower, {at.image_side}": lambda at: (
+        at.processor.side("size", at.image_side) != at.image_side
+    )
+}
 
 
 def _check_tower(at: FieldReader) -> None:
@@ -186,20 +186,15 @@ GEMMA3: Final = SIGLIP.but(
             "",
         )
     },
-    checks=(
-        refuse(
-            "config",
-            lambda at: at.across**2 != at.tokens or at.across > at.patches_across,
-            "mm_tokens_per_image {at.tokens} is no square of at most {at.patches_across} rows",
+    refuse={
+        "config: mm_tokens_per_image {at.tokens} is no square of at "
+        "most {at.patches_across} rows": lambda at: (
+            at.across**2 != at.tokens or at.across > at.patches_across
         ),
-        refuse(
-            "config",
-            lambda at: at.patches_across % at.across,
-            "mm_tokens_per_image {at.tokens} does not divide the {at.patches_across} x {at.patches_across} "
-            "patches",
-        ),
-        refuse_other_sizes,
-    ),
+        "config: mm_tokens_per_image {at.tokens} does not divide the {at.patches_across} x "
+        "{at.patches_across} patches": lambda at: at.patches_across % at.across,
+        **OTHER_SIZES,
+    },
     tokens=Key("model.mm_tokens_per_image", 256, 1 << 16),
     across=lambda at: round(at.tokens**0.5),
     patches_across=lambda at: at.image_side // at.patch_size,
@@ -246,15 +241,13 @@ _FULL_SIGLIP: Final[dict[str, Any]] = {
 AYA_VISION: Final = LLAVA_SIGLIP.but(
     "Aya Vision",
     {"projector": ("multi_modal_projector.layernorm", *LINEARS)},
-    checks=(
-        refuse(
-            "config",
-            lambda at: at.joined_layers or at.projector_size % 2 or at.image_side // at.patch_size % at.merge,
-            "only one vision_feature_layer, images of whole squares of {at.merge} x {at.merge} patches and "
-            "an even alignment_intermediate_size are supported",
+    refuse={
+        "config: only one vision_feature_layer, images of whole squares of {at.merge} x {at.merge} "
+        "patches and an even alignment_intermediate_size are supported": lambda at: (
+            at.joined_layers or at.projector_size % 2 or at.image_side // at.patch_size % at.merge
         ),
-        refuse_other_sizes,
-    ),
+        **OTHER_SIZES,
+    },
     **_FULL_SIGLIP,
     merge=Key("model.downsample_factor", 2, MAX_TILES),
     projector="pixel_shuffle_gated",

@@ -8,6 +8,7 @@ from .config import HALF, LINEARS, MAX_SIDE, TowerNames, projections
 from .fields import (
     MAX_PIXELS,
     MAX_TILES,
+    FieldRule,
     Inverse,
     Key,
     Side,
@@ -16,7 +17,6 @@ from .fields import (
     hidden_act,
     image_token,
     merged_width,
-    refuse,
     sizes,
     token_text,
 )
@@ -124,14 +124,12 @@ KIMI_K25: Final = VisionFamily(
         "projection_hidden_size": lambda at: at.hidden_size,
         "processor.pad_input": True,
     },
-    checks=(
-        refuse(
-            "tower",
-            lambda at: at.table_width != at.table_side or at.head_dim % 4,
-            "only a square of positions, and heads of a multiple of 4 numbers, are supported",
-        ),
-        refuse_other_patches,
-    ),
+    refuse={
+        "tower: only a square of positions, and heads of a multiple of 4 numbers, are supported": lambda at: (
+            at.table_width != at.table_side or at.head_dim % 4
+        )
+    },
+    checks=(refuse_other_patches,),
 )
 KIMI_VL: Final = KIMI_K25.but(
     "Kimi-VL",
@@ -140,11 +138,10 @@ KIMI_VL: Final = KIMI_K25.but(
 )
 
 
-_CHECK_TOKENS: Final = refuse(
-    "processor",
-    lambda at: at.most_tokens * at.merge > at.table_rows,
-    "max_soft_tokens {at.most_tokens} is beyond the {at.table_rows} positions of the tower",
-)
+_TOO_MANY_TOKENS: Final[dict[str, FieldRule]] = {
+    "processor: max_soft_tokens {at.most_tokens} is beyond the {at.table_rows} positions "
+    "of the tower": lambda at: at.most_tokens * at.merge > at.table_rows
+}
 GEMMA4: Final = VisionFamily(
     name="Gemma 4",
     names=TowerNames(
@@ -198,19 +195,17 @@ GEMMA4: Final = VisionFamily(
         "bidirectional_windows": lambda at: at.is_bidirectional,
     },
     only={"tower.num_key_value_heads": lambda at: at.num_heads},
-    checks=(
-        refuse(
-            "tower",
-            lambda at: at.own_head_dim != at.head_dim or at.head_dim % 4,
-            "head_dim {at.own_head_dim} is not supported here",
+    refuse={
+        "tower: head_dim {at.own_head_dim} is not supported here": lambda at: (
+            at.own_head_dim != at.head_dim or at.head_dim % 4
         ),
-        _CHECK_TOKENS,
-    ),
+        **_TOO_MANY_TOKENS,
+    },
 )
 
 
 GEMMA4_UNIFIED: Final = replace(
-    GEMMA4, only={"tower.output_proj_dims": lambda at: at.hidden_size}, checks=(_CHECK_TOKENS,)
+    GEMMA4, only={"tower.output_proj_dims": lambda at: at.hidden_size}, refuse={**_TOO_MANY_TOKENS}
 ).but(
     "Gemma 4",
     TowerNames(
@@ -226,13 +221,11 @@ GEMMA4_UNIFIED: Final = replace(
     intermediate_size=lambda at: 3 * at.patch_size**2,
     stored_layers=0,
     num_heads=1,
-    checks=(
-        refuse(
-            "tower",
-            lambda at: at.patch_size > MAX_SIDE,
-            "patches of {at.patch_size} x {at.patch_size} pixels are beyond anything known",
-        ),
-    ),
+    refuse={
+        "tower: patches of {at.patch_size} x {at.patch_size} pixels are beyond anything known": lambda at: (
+            at.patch_size > MAX_SIDE
+        )
+    },
     pooled=Key("pooling_kernel_size", 3, MAX_TILES),
     side=Side("patch_size", 16),
     patch_size=lambda at: at.side * at.pooled,
@@ -303,12 +296,10 @@ NEMOTRON_OMNI: Final = VisionFamily(
         "processor.patch_size": lambda at: at.patch_size,
         "processor.downsample_ratio": lambda at: 1 / at.merge,
     },
-    checks=(
-        refuse(
-            "processor",
-            lambda at: at.most < at.unit**2,
-            "max_num_patches {at.most_patches} are fewer than those of a token",
-        ),
-    ),
+    refuse={
+        "processor: max_num_patches {at.most_patches} are fewer than those of a token": lambda at: (
+            at.most < at.unit**2
+        )
+    },
 )
 """Nemotron 3 Nano Omni: the tower of RADIO, whose rows of classes and registers have no positions."""

@@ -15,7 +15,6 @@ from .fields import (
     hidden_size_of_text,
     image_token,
     merged_width,
-    refuse,
     sizes,
     token_text,
 )
@@ -123,13 +122,11 @@ QWEN2_5_OMNI: Final = QWEN2_5_VL.but(
 )
 EXAONE4_5: Final = _WINDOWED.but(
     "EXAONE 4.5",
-    checks=(
-        refuse(
-            "tower",
-            lambda at: at.num_heads % at.kv_heads,
-            "{at.num_heads} heads cannot share {at.kv_heads} of keys",
-        ),
-    ),
+    refuse={
+        "tower: {at.num_heads} heads cannot share {at.kv_heads} of keys": lambda at: (
+            at.num_heads % at.kv_heads
+        )
+    },
     kv_heads=Key("num_key_value_heads", 8, MAX_WIDTH),
     image_token_id=image_token(67),
     image_text=token_text("image_token", "<|image_pad|>"),
@@ -254,18 +251,14 @@ LFM3_VL: Final = _QWEN.but(
         conv="conv",
         projector=("multi_modal_projector.layer_norm", *LINEARS),
     ),
-    checks=(
-        refuse(
-            "tower",
-            lambda at: at.num_heads % at.kv_heads or at.head_dim % 4,
-            "{at.num_heads} heads of {at.head_dim} cannot share {at.kv_heads} of keys",
+    refuse={
+        "tower: {at.num_heads} heads of {at.head_dim} cannot share {at.kv_heads} of keys": lambda at: (
+            at.num_heads % at.kv_heads or at.head_dim % 4
         ),
-        refuse(
-            "tower",
-            lambda at: at.conv_width % 2 == 0,
-            "conv_kernel_size {at.conv_width} is not supported, only odd numbers",
+        "tower: conv_kernel_size {at.conv_width} is not supported, only odd numbers": lambda at: (
+            at.conv_width % 2 == 0
         ),
-    ),
+    },
     **sizes(1024, 2560, 14, patch=16),
     kv_heads=Key("num_key_value_heads", 8, MAX_WIDTH),
     activation="silu",

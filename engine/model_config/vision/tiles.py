@@ -17,6 +17,7 @@ from .config import (
 from .fields import (
     MAX_TILES,
     FieldReader,
+    FieldRule,
     Inverse,
     Key,
     Side,
@@ -25,24 +26,22 @@ from .fields import (
     hidden_act,
     image_token,
     merged_width,
-    refuse,
     sizes,
     token_text,
 )
-from .llava import PATCH_COUNTS, SIGLIP, refuse_other_sizes, tile_counts
+from .llava import OTHER_SIZES, PATCH_COUNTS, SIGLIP, tile_counts
 
-refuse_odd_tiles: Final = refuse(
-    "processor",
-    lambda at: at.tile < at.unit or at.tile // at.patch_size % at.merge,
-    "tiles of {at.tile} pixels have no whole squares of {at.merge} x {at.merge} patches of {at.patch_size}",
-)
+ODD_TILES: Final[dict[str, FieldRule]] = {
+    "processor: tiles of {at.tile} pixels have no whole squares of {at.merge} x {at.merge} "
+    "patches of {at.patch_size}": lambda at: at.tile < at.unit or at.tile // at.patch_size % at.merge
+}
 
 
 _FAKE: Final = "<fake_token_around_image>"
 IDEFICS3: Final = SIGLIP.but(
     "SmolVLM, Idefics3",
     siglip_names("vision_model.", "", "connector.modality_projection.proj", ""),
-    checks=(refuse_odd_tiles,),
+    refuse={**ODD_TILES},
     **sizes(1152, 3072, 12, patch=32),
     table="buckets",
     merge=Key("model.scale_factor", 2, MAX_TILES),
@@ -66,18 +65,14 @@ LFM2_VL: Final = SIGLIP.but(
     "LFM2-VL",
     {"projector": ("multi_modal_projector.layer_norm", *LINEARS)},
     only={"processor.encoder_patch_size": lambda at: at.patch_size},
-    checks=(
-        refuse(
-            "config",
-            lambda at: feature_layer(at) != at.num_layers,
-            "vision_feature_layer is not supported, only the last layer",
+    refuse={
+        "config: vision_feature_layer is not supported, only the last layer": lambda at: (
+            feature_layer(at) != at.num_layers
         ),
-        refuse(
-            "processor",
-            lambda at: at.tile % at.unit,
-            "tile_size {at.tile} is not of whole units of {at.unit} pixels",
+        "processor: tile_size {at.tile} is not of whole units of {at.unit} pixels": lambda at: (
+            at.tile % at.unit
         ),
-    ),
+    },
     channels_last=True,
     table="antialiased",
     table_rows=Key("num_patches", 256, MAX_WIDTH),
@@ -155,19 +150,15 @@ INTERNVL: Final = VisionFamily(
         "tower.use_absolute_position_embeddings": True,
         "tower.use_mean_pooling": True,
     },
-    checks=(
-        refuse(
-            "tower",
-            lambda at: at.norm not in {"layer_norm", "rms_norm"},
-            "norm_type {at.norm!r} is not supported, only layer_norm or rms_norm",
+    refuse={
+        "tower: norm_type {at.norm!r} is not supported, only layer_norm or rms_norm": lambda at: (
+            at.norm not in {"layer_norm", "rms_norm"}
         ),
-        refuse(
-            "tower",
-            lambda at: at.wide_norms and at.eps != 1e-6,
-            "layer_norm_eps {at.eps} is not supported with use_qk_norm, only 1e-6",
+        "tower: layer_norm_eps {at.eps} is not supported with use_qk_norm, only 1e-6": lambda at: (
+            at.wide_norms and at.eps != 1e-6
         ),
-        refuse_odd_tiles,
-    ),
+        **ODD_TILES,
+    },
 )
 _OWN_NAMES: Final = TowerNames(
     patch="vision_model.embeddings.patch_embedding",
@@ -254,16 +245,13 @@ LLAMA4: Final = VisionFamily(
         "tower.vision_output_dim": lambda at: at.projector_size,
         "processor.resize_to_max_canvas": False,
     },
-    checks=(
-        refuse(
-            "tower",
-            lambda at: at.intermediate_size != merged_width(at),
-            "intermediate_size {at.intermediate_size} is not that of {at.merge} x {at.merge} patches",
-        ),
-        refuse("tower", lambda at: at.head_dim % 4, "heads of {at.head_dim} numbers are no multiple of 4"),
-        refuse_other_sizes,
-        refuse_odd_tiles,
-    ),
+    refuse={
+        "tower: intermediate_size {at.intermediate_size} is not that of {at.merge} "
+        "x {at.merge} patches": lambda at: at.intermediate_size != merged_width(at),
+        "tower: heads of {at.head_dim} numbers are no multiple of 4": lambda at: at.head_dim % 4,
+        **OTHER_SIZES,
+        **ODD_TILES,
+    },
 )
 
 
@@ -287,23 +275,18 @@ MINICPMV: Final = SIGLIP.but(
         "processor.downsample_mode": lambda at: at.mode,
         "processor.patch_size": lambda at: at.patch_size,
     },
-    checks=(
-        refuse(
-            "config",
-            lambda at: at.mode not in {"4x", "16x"},
-            "downsample_mode {at.mode!r} is not supported, only '4x' or '16x'",
+    refuse={
+        "config: downsample_mode {at.mode!r} is not supported, only '4x' or '16x'": lambda at: (
+            at.mode not in {"4x", "16x"}
         ),
-        refuse(
-            "config",
-            lambda at: at.window_layer >= at.stored_layers or at.window_side != 2 or at.merge != 2,
-            "insert_layer_id {at.window_layer} must be one of {at.stored_layers} layers, squares of 2 x 2",
+        "config: insert_layer_id {at.window_layer} must be one of {at.stored_layers} layers, "
+        "squares of 2 x 2": lambda at: (
+            at.window_layer >= at.stored_layers or at.window_side != 2 or at.merge != 2
         ),
-        refuse(
-            "processor",
-            lambda at: at.tile < at.unit,
-            "scale_resolution {at.tile} is less than {at.unit}, the side of an embedding",
+        "processor: scale_resolution {at.tile} is less than {at.unit}, the side of an embedding": lambda at: (
+            at.tile < at.unit
         ),
-    ),
+    },
     table="nearest",
     mode=Key("model.downsample_mode", "16x"),
     other_names=lambda at: {"window_merger": ""} if at.mode == "4x" else {},
@@ -389,12 +372,10 @@ OVIS2: Final = VisionFamily(
         "tower.num_visual_indicator_tokens": 5,
         "processor.use_covering_area_grid": True,
     },
-    checks=(
-        refuse(
-            "tower", lambda at: at.projector_size < 1, "vocab_size {at.visual_tokens} leaves no visual token"
-        ),
-        refuse_other_sizes,
-        refuse_odd_tiles,
-    ),
+    refuse={
+        "tower: vocab_size {at.visual_tokens} leaves no visual token": lambda at: at.projector_size < 1,
+        **OTHER_SIZES,
+        **ODD_TILES,
+    },
 )
 """Ovis2: patches become shares of visual tokens, whose embeddings are in a table."""
