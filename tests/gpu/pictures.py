@@ -78,6 +78,8 @@ def vision(kind: tuple[PositionTable, VisionRope, int], *, tiny: bool, layers: i
         full_layers=(0,),
         merge=2,
         projector="merger",
+        projector_size=4 * hidden,
+        projector_bias=True,
         deepstack=(0,),
     )
     rules = ImageProcessorConfig(kind="square", unit=32, mean=(0.5,) * 3, std=(0.5,) * 3, resample=3)
