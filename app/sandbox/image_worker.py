@@ -195,8 +195,10 @@ def make_tiles(image: Image.Image, vision: VisionConfig, layout: ImageLayout) ->
         return [_resize(each, sizes[0], rules.resample) for each in (image, *_crops(image, rows, columns))]
     whole = _resize(image, (rows * rules.tile, columns * rules.tile), rules.resample)
     tiles = _cut(whole, layout, rules.tile, rules.tile)
-    thumbnail = len(sizes) > rows * columns
-    return [*tiles, _resize(image, sizes[-1], rules.resample)] if thumbnail else tiles
+    if len(sizes) == rows * columns:
+        return tiles
+    thumbnail = _resize(image, sizes[-1], rules.resample)
+    return [thumbnail, *tiles] if rules.kind == "covered_canvas" else [*tiles, thumbnail]
 
 
 def _padded_tiles(image: Image.Image, vision: VisionConfig, layout: ImageLayout) -> list[Image.Image]:

@@ -12,7 +12,7 @@ from llmbox.kernels.quant_formats import Quant
 
 from ..errors import ModelError
 from .files import MAX_BYTES, open_regular, parse_json, read_regular
-from .names import VISION, full_names, renamed, vision_name
+from .names import full_names, is_of_vision, renamed, vision_name
 from .quantized_layout import BOUNDS, OF_KEYS_AND_VALUES, SCALE, STORED_BYTES
 from .safetensors import (
     CAUSAL_MASKS,
@@ -54,8 +54,8 @@ def list_vision_tensors(directory: Path) -> dict[str, TensorEntry]:
     """Return the tensors of the vision tower and its projector, by their names without `model.` before them
     and without the inner `vision_model.` of some towers. Empty for a text-only checkpoint. Raises ModelError.
     """
-    entries = {name: each for name, each in _read_entries(directory).items() if name.startswith(VISION)}
-    return renamed(entries, vision_name)
+    entries = _read_entries(directory)
+    return renamed({name: entries[name] for name in entries if is_of_vision(name)}, vision_name)
 
 
 def _read_entries(directory: Path) -> dict[str, TensorEntry]:

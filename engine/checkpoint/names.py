@@ -41,7 +41,9 @@ VISION = tuple(
             "merger.",
             "connector.",
             "vision_projector.",
+            "projector.",
             "image_newline",
+            "visual_embeddings_table.",
             "mlp_AR.",
         ),
         *(
@@ -166,8 +168,12 @@ _OF_OTHER_SPELLING = (
 )
 
 
+def is_of_vision(name: str) -> bool:
+    return name.removeprefix(_THINKER).startswith(VISION)
+
+
 def vision_name(name: str) -> str:
-    name = name.removeprefix(_INSIDE)
+    name = name.removeprefix(_THINKER).removeprefix(_INSIDE)
     for own, usual in _LIGHTON.items():
         if name.startswith(own):
             return usual + name.removeprefix(own)

@@ -14,7 +14,7 @@ from ..checkpoint.safetensors import shown
 from ..errors import ModelError
 from ..model_config.fields import Fields
 from ..model_config.vision.config import TowerConfig, VisionConfig
-from ..model_config.vision.families import VISION_FAMILIES, describe_vision, list_tower_tensors
+from ..model_config.vision.families import describe_vision, list_tower_tensors
 from .names import TABLE
 from .projector_families import ClipFields, ProjectorFamily, family_of
 from .reader import GgufFile, read_gguf
@@ -125,7 +125,7 @@ def with_vision(
         if values := clip.numbers(key):
             rules[key] = [float(f"{value:.8g}") for value in values]
     where = str(projector.path)
-    vision = describe_vision(VISION_FAMILIES[model_type], Fields(found, where), rules, where)
+    vision = describe_vision(model_type, Fields(found, where), rules, where)
     check_projector_tensors(projector, vision)
     return found, rules
 
@@ -231,11 +231,15 @@ def _layout(tower: TowerConfig, linear: str, kind: str) -> ProjectorLayout:
         return "colors_first"
     if linear == names.patch_norm:
         return "colors_first"
-    if tower.projector in {"mistral3", "llava"} and linear.endswith((names.query, names.key)):
+    if tower.projector in {"mistral3", "llava"} and linear.endswith(names.qkv[:2]):
         return "pairs"
     if tower.projector == "gemma3" and linear == names.projector[0]:
         return "adds_one"
-    return "stacked" if names.stacked and linear.endswith(names.stacked) else ""
+    return "stacked" if linear.endswith(names.qkv) and len(names.qkv) == 1 else ""
+
+
+def _pair(ours: tuple[str, ...], *theirs: str) -> dict[str, str]:
+    return dict(zip(ours, theirs, strict=False))
 
 
 def _tower_names(projector: GgufFile, tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -252,36 +256,28 @@ def _tower_names(projector: GgufFile, tower: TowerConfig) -> Iterator[tuple[str,
     if entry is not None and entry.shape == (tower.hidden_size, tower.intermediate_size) != entry.shape[::-1]:
         up, down = down, up  # converters before 2025 named them the other way around
     of_layer = {
-        names.norm1: "ln1",
         # A converter of 2026 gives Llama 4's norm the name that Gemma 4 has for another one.
-        names.norm2: "ln2" if "v.blk.0.ln2.weight" in projector.tensors else "attn_post_norm",
-        names.after_attention: "attn_post_norm",
-        names.after_mlp: "ffn_post_norm",
-        names.query_norm: "attn_q_norm",
-        names.key_norm: "attn_k_norm",
-        names.query: "attn_q",
-        names.key: "attn_k",
-        names.value: "attn_v",
+        **_pair(names.norms, "ln1", "ln2" if "v.blk.0.ln2.weight" in projector.tensors else "attn_post_norm"),
+        **_pair(names.norms[2:], "attn_post_norm", "ffn_post_norm"),
+        **_pair(names.qk_norms, "attn_q_norm", "attn_k_norm"),
+        **_pair(names.qkv if len(names.qkv) > 1 else (), "attn_q", "attn_k", "attn_v"),
         names.output: "attn_out",
-        names.gate: "ffn_gate",
-        names.up: up,
-        names.down: down,
+        **_pair(names.mlp[-2:], up, down),
+        **_pair(names.mlp[:-2], "ffn_gate"),
     }
-    factors = ((names.attention_scale, "ls1"), (names.mlp_scale, "ls2"))
     for layer in range(tower.num_layers):
         at, there = f"{names.layers}.{layer}.", f"v.blk.{layer}."
         for ours, theirs in of_layer.items():
-            if ours:
-                yield at + ours, (there + theirs,)
-                if ours.endswith(".linear"):  # which clips: its bounds are named by the module around it
-                    yield at + ours.removesuffix(".linear"), (there + theirs,)
-        for ours, theirs in factors:
+            yield at + ours, (there + theirs,)
+            if ours.endswith(".linear"):  # which clips: its bounds are named by the module around it
+                yield at + ours.removesuffix(".linear"), (there + theirs,)
+        for ours, theirs in _pair(names.scales, "ls1", "ls2").items():
             yield at + ours, (f"{there}{theirs}.weight",)
-        if names.stacked:
+        if len(names.qkv) == 1:
             stacked: tuple[str, ...] = (f"{there}attn_qkv",)
             if f"{there}attn_qkv.weight" not in projector.tensors:
                 stacked = tuple(f"{there}attn_{part}" for part in "qkv")
-            yield at + names.stacked, stacked
+            yield at + names.qkv[0], stacked
 
 
 def _projector_names(tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -290,8 +286,9 @@ def _projector_names(tower: TowerConfig) -> Iterator[tuple[str, tuple[str, ...]]
         case "merger":
             theirs = ("v.post_ln", "mm.0", "mm.2")
             for level, layer in enumerate(tower.deepstack):
-                for ours, part in (("norm", "norm"), ("linear_fc1", "fc1"), ("linear_fc2", "fc2")):
-                    yield f"visual.deepstack_merger_list.{level}.{ours}", (f"v.deepstack.{layer}.{part}",)
+                modules = tower.names.projector_of(level + 1)
+                for module, part in zip(modules, ("norm", "fc1", "fc2"), strict=True):
+                    yield module, (f"v.deepstack.{layer}.{part}",)
         case "gemma3":
             theirs = ("mm.soft_emb_norm", "mm.input_projection", "")
         case "gemma4_unified":

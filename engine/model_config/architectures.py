@@ -52,6 +52,7 @@ from .rope import (
     rope_of_sliding_layers,
     rope_of_some_layers,
 )
+from .vision import MISSING_PARTS
 
 
 def refuse_other_texts(fields: Fields) -> None:
@@ -149,9 +150,11 @@ _PHI3 = Architecture(
 LANGUAGE_PARTS = {
     "Exaone4_5_ForConditionalGeneration": "exaone4",
     "LightOnOcrForConditionalGeneration": "qwen3",
+    "MiniCPMOcrForConditionalGeneration": "qwen3_5_text",
     "MiniCPMV4_6ForConditionalGeneration": "qwen3_5_text",
     "MiniCPMV4_7ForConditionalGeneration": "qwen3_5_text",
     "NemotronH_Omni_Reasoning_V3": "nemotron_h",
+    "Ovis2ForConditionalGeneration": "qwen2",
     "QianfanOCRForConditionalGeneration": "qwen3",
     "AyaVisionForConditionalGeneration": "cohere2",
     "Cohere2VisionForConditionalGeneration": "cohere2",
@@ -159,6 +162,8 @@ LANGUAGE_PARTS = {
     "LlavaNextForConditionalGeneration": "llama",
     "LlavaOnevisionForConditionalGeneration": "qwen2",
     "Qwen2AudioForConditionalGeneration": "qwen2",
+    "LlavaNextVideoForConditionalGeneration": "llama",
+    "VideoLlama3ForConditionalGeneration": "qwen2",
     "VipLlavaForConditionalGeneration": "llama",
 }
 """Models that see or hear whose `text_config` names an architecture that is here, by default this one."""
@@ -384,6 +389,7 @@ def named_architecture(fields: Fields) -> Architecture:
     listed = names[:4] if isinstance(names, list) else []
     wanted = ", ".join(show(name).strip("'") for name in listed) or show(model_type)
     missing = MISSING.get(with_head(wanted.replace("ForConditionalGeneration", "ForCausalLM")))
+    missing = missing or MISSING_PARTS.get(wanted)
     reason = f": it needs {missing}" if missing else ""
     raise UnsupportedArchitecture(
         f"{fields.where}: architecture {wanted} is not supported{reason}; supported: "

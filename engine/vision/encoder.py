@@ -21,6 +21,7 @@ from ..gguf.folder import projector_of
 from ..ipc.messages import PreparedImage
 from ..model_config.vision.config import ProjectorKind, VisionConfig
 from ..model_config.vision.families import check_vision_tensors
+from ..model_config.vision.layout import grid_of
 from ..weights.checkpoint import Checkpoint
 from ..weights.gguf_source import ProjectorSource
 from .layers import TowerNorm, TowerWeights, activate, gate
@@ -69,7 +70,7 @@ class PixelShuffle:
         norm, *linears = tower.names.projector
         self.norm = None
         if norm and tower.projector_norm:
-            self.norm = TowerNorm(weights, norm, width, tower.projector_eps, is_rms=False)
+            self.norm = TowerNorm(weights, norm, width, tower.projector_eps, is_rms=tower.projector_is_rms)
         self.is_gated = tower.projector == "pixel_shuffle_gated"
         self.linears, names = [], [name for name in linears if name]
         for number, name in enumerate(names, 1):
@@ -128,13 +129,12 @@ class PatchMerger:
         self.ops, self.tower, tower = weights.ops, vision.tower, vision.tower
         hidden, self.merged, out = tower.hidden_size, tower.hidden_size * tower.merge**2, vision.hidden_size
         is_qwen = tower.projector == "merger"
-        inner, bias = tower.projector_size or self.merged, is_qwen or tower.projector_bias
+        inner, bias = tower.projector_size, tower.projector_bias
         self.norms_merged = tower.projector == "minicpmv"
         width = self.merged if self.norms_merged else hidden
         names = [(tower.names.projector, width, is_qwen and tower.is_rms)]
-        for level in range(len(tower.deepstack)):
-            at = f"visual.deepstack_merger_list.{level}."
-            names.append(((f"{at}norm", f"{at}linear_fc1", f"{at}linear_fc2"), self.merged, False))
+        levels = range(1, 1 + len(tower.deepstack))
+        names += [(tower.names.projector_of(level), self.merged, False) for level in levels]
         self.levels = [
             (
                 TowerNorm(weights, norm, width, tower.projector_eps, is_rms=is_rms),
@@ -175,6 +175,27 @@ class GlmProjector:
         return ops.linear(self.down, gate(ops, self.tower.projector_activation, ops.linear(self.up, rows)))
 
 
+class VisualTable:
+    """Shares of visual tokens for squares of patches, and the mean of their embeddings (Ovis2)."""
+
+    def __init__(self, vision: VisionConfig, weights: TowerWeights) -> None:
+        self.ops, self.tower, tower = weights.ops, vision.tower, vision.tower
+        (norm, first, table), inner = tower.names.projector, tower.projector_size
+        self.first = weights.linear((first,), inner, tower.hidden_size * tower.merge**2, bias=False)
+        self.norm = TowerNorm(weights, norm, inner, tower.projector_eps, is_rms=False)
+        shape = (inner + tower.indicators, vision.hidden_size)
+        self.table = weights.linear((table,), *shape, bias=False, transposed=True)
+        last = torch.eye(shape[0], dtype=weights.dtype, device=weights.device)[inner:]
+        self.indicators_5E = self.ops.linear(self.table, last)
+
+    def __call__(self, x_PE: Tensor, grid: tuple[int, int], _level: int) -> Tensor:
+        logits = self.norm(
+            self.ops.linear(self.first, merge_squares(x_PE, grid, self.tower.merge).flatten(1))
+        )
+        shares = logits.float().softmax(1).to(x_PE.dtype)
+        return self.ops.linear(self.table, torch_functional.pad(shares, (0, self.tower.indicators)))
+
+
 PROJECTORS: Final[dict[ProjectorKind, Callable[[VisionConfig, TowerWeights], Projector]]] = {
     "mistral3": Mistral3Projector,
     "llava": PixelShuffle,
@@ -189,6 +210,7 @@ PROJECTORS: Final[dict[ProjectorKind, Callable[[VisionConfig, TowerWeights], Pro
     "lfm3_vl": PatchMerger,
     "minicpmv": PatchMerger,
     "glm": GlmProjector,
+    "visual_table": VisualTable,
 }
 
 CPU = torch.device("cpu")
@@ -220,8 +242,22 @@ class VisionEncoder:
             pixels = torch.frombuffer(bytearray(image.pixels[start : start + size]), dtype=torch.uint8)
             start += size
             tiles.append((yield from self._tower.run(pixels.view(height, width, 3), self._projector)))
-        levels = torch.cat(tiles, dim=1) if self._newline_E is None else self._in_lines(tiles, image.size)
+        if isinstance(self._projector, VisualTable):
+            levels = self._between_tiles(tiles, self._projector.indicators_5E, image.size)
+        else:
+            levels = torch.cat(tiles, 1) if self._newline_E is None else self._in_lines(tiles, image.size)
         return levels if self.vision.embedding_scale == 1.0 else levels * self.vision.embedding_scale
+
+    def _between_tiles(self, tiles: list[Tensor], marks_5E: Tensor, size: tuple[int, int]) -> Tensor:
+        """Return rows with an embedding before and after the whole image, between tiles, and at the end."""
+        begin, after_whole, column, row, end = marks_5E.view(5, 1, 1, -1)
+        parts = [begin, tiles[0], after_whole]
+        columns = grid_of(self.vision.processor, *size)[1] if len(tiles) > 1 else 1
+        for number, tile_1RE in enumerate(tiles[1:]):
+            if number:
+                parts.append(column if number % columns else row)
+            parts.append(tile_1RE)
+        return torch.cat([*parts, end], 1)
 
     def _in_lines(self, tiles: list[Tensor], size: tuple[int, int]) -> Tensor:
         """Return the rows of the whole image and then those of its canvas line by line, without those of

@@ -81,7 +81,7 @@ class TowerWeights:
             return self.floats(name, side, side, hidden).view(rows, hidden).to(self.dtype)
         if tower.table == "places":
             return self.floats(name, rows, 2, hidden).transpose(0, 1).contiguous().to(self.dtype)
-        return self.floats(name, rows + bool(tower.names.class_embedding), hidden).to(self.dtype)
+        return self.floats(name, rows + tower.class_positions, hidden).to(self.dtype)
 
     def bounds(self, linear: str) -> tuple[float, ...]:
         """Return the bounds of a linear that clips, of inputs and of results. They may be infinite."""
@@ -128,6 +128,7 @@ ACTIVATIONS: Final[dict[VisionActivation, Callable[[Tensor], Tensor]]] = {
     "gelu_tanh": lambda x: torch_functional.gelu(x, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "silu": torch_functional.silu,
+    "relu2": lambda x: torch_functional.relu(x).square(),
 }
 
 
@@ -229,39 +230,38 @@ class TowerLayer:
         def norm(name: str) -> TowerNorm | None:
             return TowerNorm(weights, name, hidden, eps, is_rms=tower.is_rms) if name else None
 
-        self.norm1, self.norm2 = norm(names.norm1), norm(names.norm2 if has_mlp else "")
+        self.norm1, self.norm2 = norm(names.norms[0]), norm(names.norms[1] if has_mlp else "")
 
-        def after(norm_name: str, factors: str) -> TowerNorm | LayerScale | None:
-            return LayerScale(weights, factors, hidden) if factors else norm(norm_name)
+        def after(part: int) -> TowerNorm | LayerScale | None:
+            if names.scales:
+                return LayerScale(weights, names.scales[part], hidden)
+            return norm(names.norms[2 + part]) if len(names.norms) > 2 else None
 
-        self.after_attention = after(names.after_attention, names.attention_scale)
+        self.after_attention = after(0)
         if has_mlp:
-            self.after_mlp = after(names.after_mlp, names.mlp_scale)
+            self.after_mlp = after(1)
             mlp, clips = tower.mlp_bias, tower.clips
-            ups = [name for name in (names.gate, names.up) if name]
+            *ups, down = names.mlp
             self.up = TowerLinear(weights, ups, [inner] * len(ups), hidden, bias=mlp, clips=clips)
-            self.down = TowerLinear(weights, [names.down], [hidden], inner, bias=mlp, clips=clips)
+            self.down = TowerLinear(weights, [down], [hidden], inner, bias=mlp, clips=clips)
         self.conv = GridConv(tower, weights) if has_conv else None
         if not has_conv:
             self._load_attention(weights)
 
     def _load_attention(self, weights: TowerWeights) -> None:
         tower, names, hidden = self.tower, self.tower.names, self.tower.hidden_size
-        projections = [names.query, names.key, names.value]
-        outputs = [heads * tower.head_dim for heads in tower.head_counts]
-        if names.stacked:
-            projections, outputs = [names.stacked], [sum(outputs)]
         order, bias, clips = _rotated_order(tower), tower.attention_bias, tower.clips
-        self.qkv = TowerLinear(weights, projections, outputs, hidden, bias=bias, clips=clips, order=order)
-        bias = tower.has_output_bias
+        self.qkv = TowerLinear(
+            weights, names.qkv, tower.qkv_rows, hidden, bias=bias, clips=clips, order=order
+        )
+        bias = tower.output_bias
         self.output = TowerLinear(weights, [names.output], [hidden], hidden, bias=bias, clips=clips)
         self.norms_nD = None
-        if names.query_norm and tower.wide_norms:
-            norms = (names.query_norm, names.key_norm)
-            self.norms_nD = torch.stack([weights.vector(f"{norm}.weight", hidden) for norm in norms])
-        elif names.query_norm:
+        if names.qk_norms and tower.wide_norms:
+            self.norms_nD = torch.stack([weights.vector(f"{norm}.weight", hidden) for norm in names.qk_norms])
+        elif names.qk_norms:
             width, turn = tower.head_dim, None if order is None else list(order[: tower.head_dim])
-            rows = [weights.vector(f"{name}.weight", width) for name in (names.query_norm, names.key_norm)]
+            rows = [weights.vector(f"{name}.weight", width) for name in names.qk_norms]
             rows = rows if turn is None else [row[turn] for row in rows]
             repeated = [row.expand(heads, -1) for row, heads in zip(rows, tower.head_counts, strict=False)]
             self.norms_nD = torch.cat(repeated).contiguous()
@@ -338,7 +338,7 @@ class TowerLayer:
 
     def _mlp(self, x_PE: Tensor) -> Tensor:
         rows, activation = self.up(x_PE), self.tower.activation
-        if not self.tower.names.gate:
+        if len(self.tower.names.mlp) == 2:
             return self.down(activate(activation, rows))
         return self.down(gate(self.ops, activation, rows))
 

@@ -1,6 +1,7 @@
 """Vision tower: a transformer over the patches of an image, in both directions.
 
-P patches of a tile, E hidden, F feed-forward, H heads, D head dim, K colors of a patch.
+P patches of a tile, C rows of the class embedding, E hidden, F feed-forward, H heads, D head dim, K colors of
+a patch.
 """
 
 from collections.abc import Callable, Generator
@@ -58,13 +59,16 @@ class VisionTower:
         self._patch = weights.linear((names.patch,), tower.hidden_size, size, bias=tower.patch_bias)
         self._values_3C = _pixel_values(tower, processor).to(weights.dtype).to(self._device)
         self._table = weights.positions(tower)
-        self._class_1E = None
-        if names.class_embedding:
+        self._class_CE = None
+        if names.class_embedding and tower.class_rows > 1:
+            self._class_CE = weights.floats(names.class_embedding, tower.class_rows, tower.hidden_size)
+            self._class_CE = self._class_CE.to(weights.dtype)
+        elif names.class_embedding:
             assert self._table is not None
             token_E = weights.vector(names.class_embedding, tower.hidden_size)
             rows, first = tower.table_rows, 0 if tower.class_is_last else 1
             own = rows if tower.class_is_last else 0
-            self._class_1E = token_E + self._table[own : own + 1]
+            self._class_CE = token_E + self._table[own : own + 1]
             self._table = self._table[first : first + rows]
 
         def norm(name: str, width: int = tower.hidden_size) -> TowerNorm | None:
@@ -95,8 +99,8 @@ class VisionTower:
             x_PE = self._embedded_norm(x_PE)
         if self._table is not None:
             x_PE = x_PE + self._positions(places_P2, rows, columns)
-        if self._class_1E is not None:
-            x_PE = torch.cat([self._class_1E, x_PE])
+        if self._class_CE is not None:
+            x_PE = torch.cat([self._class_CE, x_PE])
         if self._pre_norm is not None:
             x_PE = self._pre_norm(x_PE)
         order_P, layout, windowed = self._layouts(places_P2, rows, columns)
@@ -124,8 +128,8 @@ class VisionTower:
             x_PE = self._post_norm(x_PE)
         if tower.joined_layers:
             x_PE = torch.cat([joined[number] for number in tower.joined_layers], dim=1)
-        if self._class_1E is not None:
-            x_PE = x_PE[1:]
+        if self._class_CE is not None:
+            x_PE = x_PE[tower.class_rows :]
         levels[0] = yield from self._project(project, x_PE, grid, 0)
         return torch.stack([levels[level] for level in sorted(levels)])
 
@@ -193,8 +197,11 @@ class VisionTower:
         table, side = self._table, round(self.tower.table_rows**0.5)
         assert table is not None
         row_P, column_P = places_P2.unbind(1)
+        if self.tower.table == "cropped":
+            rows = columns = max(rows, columns)
         found = torch.zeros(len(places_P2), self.tower.hidden_size, device=table.device)
         rules = {"bicubic": _cubic_taps, "bicubic_square": _cubic_taps, "bilinear_edges": _edge_taps}
+        rules["cropped"] = _edge_taps
         taps_of = rules.get(self.tower.table, _taps)
         for row_taps, row_weights in taps_of(row_P, rows, side):
             for taps, weights in taps_of(column_P, columns, side):
@@ -209,12 +216,12 @@ class VisionTower:
         whole tile and of the others.
         """
         tower, device = self.tower, self._device
-        order_P, lens = None, [len(places_P2) + (self._class_1E is not None)]
+        order_P, lens = None, [len(places_P2) + (0 if self._class_CE is None else tower.class_rows)]
         windows = lens
         if tower.windows:
             order_P, windows = _windows(tower, rows, columns)
             places_P2 = places_P2[order_P]
-        cos_PD, sin_PD = _angles(tower, places_P2, device, has_class=self._class_1E is not None)
+        cos_PD, sin_PD = _angles(tower, places_P2, device, has_class=self._class_CE is not None)
 
         def layout(each: list[int]) -> PatchLayout:
             starts = torch.tensor([0, *each]).cumsum(0).int()

@@ -58,7 +58,7 @@ def vision(kind: tuple[PositionTable, VisionRope, int], *, tiny: bool, layers: i
     table, rope, windows = kind
     hidden, inner, heads = (48, 80, 2) if tiny else (1152, 4304, 16)
     names = TowerNames(
-        patch="patch", layers="layers", table="table", stacked="qkv", projector=("norm", "fc1", "fc2")
+        patch="patch", layers="layers", table="table", qkv=("qkv",), projector=("norm", "fc1", "fc2")
     )
     tower = TowerConfig(
         names=names,
@@ -78,6 +78,8 @@ def vision(kind: tuple[PositionTable, VisionRope, int], *, tiny: bool, layers: i
         full_layers=(0,),
         merge=2,
         projector="merger",
+        projector_size=4 * hidden,
+        projector_bias=True,
         deepstack=(0,),
     )
     rules = ImageProcessorConfig(kind="square", unit=32, mean=(0.5,) * 3, std=(0.5,) * 3, resample=3)

@@ -15,8 +15,13 @@ from llmbox.engine.ipc.messages import PreparedImage
 from llmbox.engine.model_config.vision.config import ImageLayout, VisionConfig
 from llmbox.engine.model_config.vision.families import find_vision
 from llmbox.engine.model_config.vision.layout import lay_out_image
+from support.families import FAMILIES
 from support.tiny_models import write_json, write_tokenizer
 
+START = 9
+"""Token id before each image."""
+INDICATORS = [300, 301, 302, 303, 304]
+"""Token ids of the rows around tiles in Ovis2: start, after the whole, between columns, between rows, end."""
 TEXT: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -362,6 +367,31 @@ MODELS["minicpmv4_6"] = (
     },
     {"image_processor_type": "MiniCPMV4_6ImageProcessor", "patch_size": 8, "scale_resolution": 64},
 )
+MODELS["minicpm_ocr"] = (
+    "MiniCPMOcrForConditionalGeneration",
+    MODELS["minicpmv4_6"][1] | {"tie_word_embeddings": True},
+    MODELS["minicpmv4_6"][2] | {"downsample_mode": "4x"},
+)
+MODELS["ovis2"] = (
+    "Ovis2ForConditionalGeneration",
+    {
+        "text_config": TEXT | {"model_type": "qwen2"},
+        "vision_config": PIXTRAL
+        | {"patch_size": 8, "image_size": 48, "hidden_stride": 2, "vocab_size": 40}
+        | {"num_visual_indicator_tokens": 5},
+        "hidden_size": 64,
+        "vocab_size": 320,
+        "image_token_id": 10,
+        "visual_indicator_token_ids": INDICATORS,
+        "tie_word_embeddings": False,
+    },
+    {
+        "image_processor_type": "Ovis2ImageProcessor",
+        "size": {"height": 48, "width": 48},
+        "crop_to_patches": True,
+        "max_patches": 6,
+    },
+)
 MODELS["llava_clip"] = (
     "LlavaForConditionalGeneration",
     {
@@ -475,6 +505,60 @@ MODELS["glm4v_moe"] = (
     MODELS["glm4v"][1] | {"text_config": TEXT | _EXPERTS | {"rope_parameters": HALF_MROPE}},
     MODELS["glm4v"][2],
 )
+AUDIO = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+OMNI = {"vision_start_token_id": START, "image_token_id": 10, "tie_word_embeddings": False}
+MODELS["qwen2_5_omni_thinker"] = (
+    "Qwen2_5OmniThinkerForConditionalGeneration",
+    {**MODELS["qwen2_5_vl"][1], **OMNI, "audio_config": AUDIO | {"output_dim": 64}},
+    MODELS["qwen2_5_vl"][2],
+)
+MODELS["qwen3_omni_moe_thinker"] = (
+    "Qwen3OmniMoeThinkerForConditionalGeneration",
+    {
+        **MODELS["qwen3_vl"][1],
+        **OMNI,
+        "audio_config": AUDIO | {"output_dim": 64, "downsample_hidden_size": 16},
+    }
+    | {
+        "text_config": TEXT
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"rope_parameters": MROPE | {"mrope_interleaved": True}}
+    },
+    MODELS["qwen3_vl"][2],
+)
+MODELS["video_llama_3"] = (
+    "VideoLlama3ForConditionalGeneration",
+    {
+        "text_config": TEXT | {"model_type": "qwen2"},
+        "vision_config": PIXTRAL,
+        "image_token_id": 10,
+        "tie_word_embeddings": False,
+    },
+    {
+        "image_processor_type": "VideoLlama3ImageProcessor",
+        "patch_size": 6,
+        "size": {"shortest_edge": 500, "longest_edge": 4000},
+    },
+)
+MODELS["vipllava"] = (
+    "VipLlavaForConditionalGeneration",
+    MODELS["llava_clip"][1] | {"vision_feature_layer": [-2, -1, 0]},
+    MODELS["llava_clip"][2],
+)
+MODELS["llava_next_video"] = ("LlavaNextVideoForConditionalGeneration", *MODELS["llava_next"][1:])
+MODELS["nemotron_h_omni"] = (
+    "NemotronH_Omni_Reasoning_V3",
+    {
+        "text_config": TEXT | FAMILIES["nemotron_h"] | {"model_type": "nemotron_h"},
+        "vision_config": {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        | {"mlp_ratio": 1.5, "patch_size": 8, "max_img_size": 64, "num_cls_tokens": 2, "num_registers": 3}
+        | {"video_temporal_patch_size": 2},
+        "vision_hidden_size": 48,
+        "projector_hidden_size": 40,
+        "image_token_id": 10,
+    },
+    {"patch_size": 8, "min_num_patches": 16, "max_num_patches": 90},
+)
 """Class in transformers, values of its config, and preprocessor_config.json."""
 
 
@@ -568,6 +652,12 @@ def reference_inputs(directory: Path, vision: VisionConfig, pictures: list[Image
         return {"pixel_values": torch.cat([_llama4_tiles(vision, picture) for picture in pictures])}
     if vision.processor.kind == "padded_units":
         return _patches_of_tiles(vision, pictures)
+    if vision.processor.kind == "patch_grid":
+        found = _patches_of_tiles(vision, pictures)
+        return {
+            "pixel_values": found["pixel_values"].flatten(1),
+            "image_grid_hw": found["image_grid_thw"][:, 1:],
+        }
     if vision.processor.kind == "fitted_canvas":
         return {"pixel_values": torch.cat([_our_tiles(vision, picture) for picture in pictures])}
     if vision.processor.kind != "lfm2":
@@ -604,7 +694,8 @@ def _our_levels(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:
 
 
 def _our_tiles(vision: VisionConfig, picture: Image.Image) -> torch.Tensor:
-    return (_our_levels(vision, picture) / 255 - 0.5) / 0.5
+    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (vision.processor.mean, vision.processor.std))
+    return (_our_levels(vision, picture) / 255 - mean) / std
 
 
 def _patches_of_tiles(vision: VisionConfig, pictures: list[Image.Image]) -> dict[str, Any]:
@@ -684,6 +775,14 @@ def make_seeing_chat_model(directory: Path, kind: str = "qwen3_vl") -> Path:
     template = SEEING_TEMPLATE.replace("".join(SEEING_MARKS["qwen3_vl"]), WRITTEN.get(kind, "".join(marks)))
     write_json(directory / "tokenizer_config.json", config | {"chat_template": template})
     return directory
+
+
+def indicators_of(grid: tuple[int, int], of_tile: int) -> list[int]:
+    """Return the row of Ovis2's indicators for each row of an image, -1 for those of patches."""
+    (rows, columns), patches = grid, [-1] * of_tile
+    lines = [[*patches, *([2, *patches] * (columns - 1))] for _ in range(rows)]
+    tiles = [row for number, line in enumerate(lines) for row in ([3] if number else []) + line]
+    return [0, *patches, 1, *(tiles if rows * columns > 1 else []), 4]
 
 
 def read_vision(directory: Path) -> VisionConfig | None:

@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
+VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu2"]
 PositionTable = Literal[
     "", "whole", "buckets", "bilinear", "bilinear_edges", "bicubic", "bicubic_square", "antialiased",
-    "axes", "places", "nearest",
+    "axes", "places", "nearest", "cropped",
 ]  # fmt: skip
 """Learned positions of patches: none; a row for each patch; a square of rows, of which each patch takes the
 one at its fraction of the image, or a bilinear mean (corners or edges aligned), a bicubic one (stored as
 rows, or as a square), or one with antialiasing; or a row for its column and one for its row, from two tables,
 stored one after the other or side by side. The last is as the third, with fractions that are divided, not
-multiplied by an inverse."""
+multiplied by an inverse. `cropped`: as of a square that the image fits in, edges aligned."""
 VisionRope = Literal["", "axial", "alternating", "pairs", "alternating_pairs"]
 """RoPE of rows and columns: none; the first half of the frequencies for rows; every other one; those of
 neighboring numbers, the first half for columns, counted from 1 as the class embedding has position 0; or
@@ -23,10 +23,12 @@ those of neighboring numbers, every other one for columns.
 ProjectorKind = Literal[
     "mistral3", "llava", "pixel_shuffle", "pixel_shuffle_mlp", "llama4", "gemma3", "merger", "lfm3_vl", "glm",
     "gemma4", "gemma4_unified", "minicpmv", "pixel_shuffle_gated",
+    "visual_table",
 ]  # fmt: skip
 ResizeKind = Literal[
     "longest_edge", "tiles", "canvas", "padded_canvas", "square", "center_crop", "pixels", "glm", "lfm2",
     "gemma4", "slices", "anyres", "whole_units", "fitted_canvas", "padded_units",
+    "covered_canvas", "patch_grid",
 ]  # fmt: skip
 """Rule for the size of an image (`layout.py`)."""
 
@@ -52,25 +54,18 @@ class TowerNames:
     """Whole name of the learned positions."""
     pre_norm: str = ""
     post_norm: str = ""
-    norm1: str = "norm1"
-    norm2: str = "norm2"
-    after_attention: str = ""
-    after_mlp: str = ""
-    """Norms of the results of attention and MLP, where there are such."""
-    attention_scale: str = ""
-    mlp_scale: str = ""
+    norms: tuple[str, ...] = ("norm1", "norm2")
+    """Norms before attention and before the MLP, and maybe those of their results."""
+    scales: tuple[str, ...] = ()
     """Factors of the results of attention and MLP (LayerScale), where there are such."""
-    query: str = "attn.q"
-    key: str = "attn.k"
-    value: str = "attn.v"
-    stacked: str = ""
-    """Tensor with query, key and value, in checkpoints that have them as one."""
+    may_lack_scales: bool = False
+    """True if files may leave these out, which are 1 then."""
+    qkv: tuple[str, ...] = ("attn.qkv",)
+    """Query, key and value, or one tensor with all three."""
+    qk_norms: tuple[str, ...] = ()
     output: str = "attn.proj"
-    query_norm: str = ""
-    key_norm: str = ""
-    gate: str = ""
-    up: str = "mlp.fc1"
-    down: str = "mlp.fc2"
+    mlp: tuple[str, ...] = ("mlp.fc1", "mlp.fc2")
+    """Up and down, with the gate before them where there is one."""
     window_merger: str = ""
     """Module of the merger between layers, where there is one."""
     conv: str = ""
@@ -80,23 +75,32 @@ class TowerNames:
     projector: tuple[str, ...]
     """Norm, first and second linear of the projector, from the top; empty where there is none. A third linear
     may follow."""
+    deepstack: str = "visual.deepstack_merger_list"
+    """Module of the projectors of deepstack levels, whose parts are named as those of the projector."""
 
-    @classmethod
-    def siglip(cls, at: str, *projector: str) -> "TowerNames":
-        """Return the names of SigLIP, which CLIP shares, below the prefix `at`."""
-        return cls(
-            patch=f"{at}embeddings.patch_embedding",
-            layers=f"{at}encoder.layers",
-            table=f"{at}embeddings.position_embedding.weight",
-            post_norm=f"{at}post_layernorm",
-            norm1="layer_norm1",
-            norm2="layer_norm2",
-            query="self_attn.q_proj",
-            key="self_attn.k_proj",
-            value="self_attn.v_proj",
-            output="self_attn.out_proj",
-            projector=projector,
-        )
+    def projector_of(self, level: int) -> tuple[str, ...]:
+        """Return the names of the projector of a deepstack level, from 1; 0: of the last layer."""
+        parts = (name.removeprefix("visual.merger.") for name in self.projector)
+        return tuple(f"{self.deepstack}.{level - 1}.{part}" for part in parts) if level else self.projector
+
+
+def projections(module: str) -> tuple[str, ...]:
+    """Return the names of the linears of query, key and value in a module."""
+    return tuple(f"{module}.{part}_proj" for part in "qkv")
+
+
+def siglip_names(at: str, *projector: str) -> TowerNames:
+    """Return the names of SigLIP, which CLIP shares, below the prefix `at`."""
+    return TowerNames(
+        patch=f"{at}embeddings.patch_embedding",
+        layers=f"{at}encoder.layers",
+        table=f"{at}embeddings.position_embedding.weight",
+        post_norm=f"{at}post_layernorm",
+        norms=("layer_norm1", "layer_norm2"),
+        qkv=projections("self_attn"),
+        output="self_attn.out_proj",
+        projector=projector,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +127,8 @@ class TowerConfig:
     is_rms: bool = False
     """True for RMS norms, False for LayerNorms with biases."""
     attention_bias: bool = True
-    output_bias: bool | None = None
-    """Bias of the linear after attention; None: as `attention_bias`."""
+    output_bias: bool = True
+    """Bias of the linear after attention."""
     wide_norms: bool = False
     """True if queries and keys are normalized over all heads together, not each by itself."""
     mlp_bias: bool = True
@@ -134,6 +138,8 @@ class TowerConfig:
     table: PositionTable = ""
     table_rows: int = 0
     """Learned positions, beside that of the class embedding."""
+    class_rows: int = 1
+    """Rows of the class embedding; several, with those of registers, have no positions (RADIO)."""
     class_is_last: bool = False
     """True if the class embedding has the last position of the table, not the first."""
     rope: VisionRope = ""
@@ -157,6 +163,7 @@ class TowerConfig:
     """Width between the linears of the projector."""
     projector_bias: bool = False
     projector_norm: bool = True
+    projector_is_rms: bool = False
     projector_eps: float = 1e-6
     projector_activation: VisionActivation = "gelu"
     joined_layers: tuple[int, ...] = ()
@@ -168,6 +175,8 @@ class TowerConfig:
     """True if linears of layers bound their inputs and results (Gemma 4)."""
     standardizes: bool = False
     """True if pooled patches are shifted and scaled (Gemma 4)."""
+    indicators: int = 0
+    """Rows at the end of the table of visual tokens, for the places around tiles (Ovis2)."""
 
     @property
     def by_merge(self) -> bool:
@@ -185,14 +194,21 @@ class TowerConfig:
         return (self.merge * self.window_merge) ** 2
 
     @property
-    def has_output_bias(self) -> bool:
-        return self.attention_bias if self.output_bias is None else self.output_bias
-
-    @property
     def head_counts(self) -> tuple[int, int, int]:
         """Heads of queries, keys and values."""
         kv_heads = self.kv_heads or self.num_heads
         return self.num_heads, kv_heads, kv_heads
+
+    @property
+    def class_positions(self) -> int:
+        """Rows of the table for the class embedding."""
+        return int(bool(self.names.class_embedding) and self.class_rows == 1)
+
+    @property
+    def qkv_rows(self) -> tuple[int, ...]:
+        """Rows of each tensor of `names.qkv`."""
+        rows = tuple(heads * self.head_dim for heads in self.head_counts)
+        return rows if len(self.names.qkv) > 1 else (sum(rows),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,8 +234,8 @@ class ImageProcessorConfig:
     """Limits of the pixels of an image."""
     tile_counts: tuple[int, int] = (1, 1)
     """Least and most tiles."""
-    thumbnail: bool = False
-    """True if the whole image comes after its tiles."""
+    thumbnail: bool = True
+    """True if the whole image comes before or after its tiles."""
     tolerance: float = 1.0
     """Factor of `most` from which on an image is cut into tiles; ratio of its edges for crops."""
     canvases: tuple[tuple[int, int], ...] = ()
@@ -272,6 +288,25 @@ class ImageProcessorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TileText:
+    """Texts of an image that is cut, with {tokens} for image tokens, and in `tile` also {row}, {column} and
+    {number}, from 1.
+    """
+
+    tile: str
+    column_join: str = ""
+    row_join: str = ""
+    tiles_end: str = ""
+    whole: str
+    """Text of the whole image beside its tiles."""
+    whole_first: bool = False
+    single: str = ""
+    """Text of an image that is not cut; empty: as `whole`."""
+    joins_are_rows: bool = False
+    """True if image tokens stand before the whole, after it, between tiles and at the end (Ovis2)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
     """Vision part of a model. `tower` and `processor` are for the modules of towers and images alone."""
 
@@ -288,10 +323,8 @@ class VisionConfig:
     end: str = ""
     """Texts before the image tokens of an image, between its lines and after it, where the chat template
     does not write them."""
-    tile_marks: tuple[str, ...] = ()
-    """Texts before and after the image tokens of a tile, where they are not those of the image. Of a canvas's
-    tile its number follows the first, or GLOBAL.
-    """
+    tile_text: TileText | None = None
+    """Texts of an image that may be cut into tiles."""
     number_marks: tuple[str, ...] = ()
     """Texts around the number of an image, which stands before it; empty: images have no numbers."""
     hidden_size: int
@@ -325,13 +358,7 @@ class VisionConfig:
     @property
     def num_params(self) -> int:
         """Parameters of tower and projector."""
-        total = 0
-        for shape in self.tensors.values():
-            size = 1
-            for width in shape:
-                size *= width
-            total += size
-        return total
+        return sum(map(math.prod, self.tensors.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,8 +388,6 @@ MAX_SIDE: Final = 1 << 14
 """Largest tile, edge or patch in pixels."""
 LINEARS: Final = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
 """Names of the linears of most projectors."""
-
-
 IMAGE_ROWS: Final = 4096
 """Rows of the largest image that memory is planned for; larger ones take more while they are encoded."""
 SLICE_PATCHES: Final = 2048
@@ -371,6 +396,5 @@ USUAL_SIDE: Final = 1024
 """Side of the image whose tokens are shown, in pixels."""
 KEPT_IMAGE_ROWS: Final = 4096
 """Rows whose embeddings are kept."""
-
 NO_TOWER: Final = "it is a language model without a vision tower"
 """Reason why a model of texts cannot read images."""

@@ -5,11 +5,10 @@ The rules of images are those of the processors in transformers, so that a model
 
 import math
 import struct
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from .config import ImageLayout, ImageProcessorConfig, ResizeKind, VisionConfig
+from .config import ImageLayout, ImageProcessorConfig, TileText, VisionConfig
 
 LARGEST_EDGE: Final = 4096
 """Longest edge of Idefics3's first resize."""
@@ -31,14 +30,91 @@ def lay_out_image(vision: VisionConfig, width: int, height: int, *, low_detail: 
     if width < 1 or height < 1:
         raise ImageSizeError(f"an image of {width} x {height} pixels has none")
     processor, side = vision.processor, vision.processor.unit
-    if (rule := _LAYOUTS.get(processor.kind)) is not None:
-        return rule(vision, width, height)
+    if processor.kind == "anyres":
+        return _anyres_layout(vision, width, height)
+    if vision.tile_text is not None:
+        return _tiled_layout(vision, vision.tile_text, width, height)
     tall, wide = resized(processor, width, height)
     rows, columns = tall // side, wide // side
     text = vision.start + vision.line_end.join([vision.image_text * columns] * rows) + vision.end
-    if (crops := crops_of(processor, width, height)) != (0, 0):
-        return _crops_layout(text, (tall, wide), (rows, columns), crops)
     return ImageLayout(tiles=((tall, wide),), num_rows=rows * columns, text=text, grid=(rows, columns))
+
+
+def _tiled_layout(vision: VisionConfig, texts: TileText, width: int, height: int) -> ImageLayout:
+    """Return the layout of an image that may be cut into tiles, with the whole of it before or after them."""
+    processor, unit = vision.processor, vision.processor.unit
+    rows, columns = grid = grid_of(processor, width, height)
+    tile, whole = _tile_sizes(processor, width, height, grid)
+    # Pixels at the edge of a tile that is not of whole units are left out.
+    of_tile, of_whole = ((tall // unit) * (wide // unit) for tall, wide in (tile, whole))
+    whole_grid = (whole[0] // unit, whole[1] // unit) if processor.kind == "square" else (0, 0)
+    count = rows * columns
+    if count <= 1:
+        text = (texts.single or texts.whole).replace("{tokens}", vision.image_text * of_whole)
+        text = f"{vision.start}{text}{vision.end}"
+        num_rows = of_whole + 3 * texts.joins_are_rows
+        return ImageLayout(tiles=(whole,), num_rows=num_rows, text=text, grid=whole_grid)
+    places = [(row + 1, column + 1) for row in range(rows) for column in range(columns)]
+    written = [
+        texts.tile.replace("{row}", str(row))
+        .replace("{column}", str(column))
+        .replace("{number}", str(number))
+        for number, (row, column) in enumerate(places, 1)
+    ]
+    lines = [texts.column_join.join(written[start : start + columns]) for start in range(0, count, columns)]
+    text = (texts.row_join.join(lines) + texts.tiles_end).replace("{tokens}", vision.image_text * of_tile)
+    tiles, num_rows = (tile,) * count, count * of_tile + (count + 2) * texts.joins_are_rows
+    if processor.thumbnail:
+        one = texts.whole.replace("{tokens}", vision.image_text * of_whole)
+        text = one + text if texts.whole_first else text + one
+        tiles = (whole, *tiles) if texts.whole_first else (*tiles, whole)
+        num_rows += of_whole
+    return ImageLayout(
+        tiles=tiles,
+        num_rows=num_rows,
+        text=f"{vision.start}{text}{vision.end}",
+        grid=whole_grid,
+        tile_grid=grid,
+        images=len(tiles) if processor.crop else 1,
+    )
+
+
+def grid_of(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Return rows and columns of an image's tiles; one tile or none has all of an image that is not cut."""
+    if not processor.splits:
+        return 0, 0
+    match processor.kind:
+        case "square":
+            return crops_of(processor, width, height)
+        case "tiles":
+            return tiles_of(processor, width, height)[1:]
+        case "lfm2":
+            return lfm2_tiles(processor, width, height)
+        case "slices":
+            return _slice_grid(processor, width, height)
+        case "canvas":
+            return closest_tiles(processor, width, height)
+        case "covered_canvas":
+            return _covering_grid(processor, width, height)
+        case _:
+            return padded_canvas(processor, width, height)
+
+
+def _tile_sizes(
+    processor: ImageProcessorConfig, width: int, height: int, grid: tuple[int, int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return (height, width) of a tile and of the whole image beside it, or alone."""
+    tile, (rows, columns) = (processor.tile, processor.tile), grid
+    match processor.kind:
+        case "lfm2" if grid != (1, 1):
+            return tile, resized(processor, width, height)
+        case "slices":
+            _refuse_ratio(width, height)
+            wide, tall = (max(round(edge / max(1, n)), 1) for edge, n in ((width, columns), (height, rows)))
+            whole = _slice_size(processor, width, height, enlarges=rows == 0)
+            return _slice_size(processor, wide, tall, enlarges=True), whole
+        case _:
+            return tile, tile
 
 
 def resized(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
@@ -55,6 +131,8 @@ def resized(processor: ImageProcessorConfig, width: int, height: int) -> tuple[i
             return _gemma4_size(processor, width, height)
         case "glm":
             return _glm_size(processor, width, height)
+        case "patch_grid":
+            return _patch_grid_size(processor, width, height)
         case "whole_units":
             return _whole_units_size(processor, width, height)
         case "padded_units":
@@ -70,7 +148,7 @@ def resized(processor: ImageProcessorConfig, width: int, height: int) -> tuple[i
 def crops_of(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
     """Return rows and columns of Gemma 3's crops (pan and scan); zeros where there are none."""
     longer, shorter = max(width, height), min(width, height)
-    if not processor.splits or not processor.crop or longer / shorter < processor.tolerance:
+    if longer / shorter < processor.tolerance:
         return 0, 0
     count = min(longer // processor.crop, math.floor(longer / shorter + 0.5))
     count = min(processor.tile_counts[1], max(2, count))
@@ -78,22 +156,6 @@ def crops_of(processor: ImageProcessorConfig, width: int, height: int) -> tuple[
     if min(edge, shorter) < processor.crop or edge * (count - 1) >= longer:
         return 0, 0
     return (1, count) if width >= height else (count, 1)
-
-
-def _crops_layout(
-    text: str, size: tuple[int, int], grid: tuple[int, int], crops: tuple[int, int]
-) -> ImageLayout:
-    """Return the layout of a whole image and its crops, each of `size` and with this text."""
-    count = crops[0] * crops[1]
-    each = " ".join([text] * count)
-    return ImageLayout(
-        tiles=(size,) * (count + 1),
-        num_rows=grid[0] * grid[1] * (count + 1),
-        text=f"Here is the original image {text} and here are some crops to help you see better {each}",
-        grid=grid,
-        tile_grid=crops,
-        images=count + 1,
-    )
 
 
 def _longest_edge_size(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
@@ -157,6 +219,23 @@ def _whole_units_size(processor: ImageProcessorConfig, width: int, height: int) 
     return _limited_size(processor, width, height)
 
 
+def _patch_grid_size(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Return whole units of patches between limits; an edge is rounded up if it then fits (Nemotron)."""
+    patch, merge = processor.patch, processor.unit // processor.patch
+    least, most = processor.least // patch**2, processor.most // patch**2
+    sides = [round(edge / patch + 0.5) for edge in (height, width)]
+    scale = min(math.sqrt(most / math.prod(sides)), 1.0)
+    sides = [max(1, math.floor(scale * side)) for side in sides]
+    if most > least > math.prod(sides):
+        scale = math.sqrt(least / math.prod(sides))
+        sides = [math.ceil(scale * side) for side in sides]
+    for place in (0, 1):
+        larger = -(-sides[place] // merge) * merge
+        is_small = larger * sides[1 - place] <= most
+        sides[place] = larger if is_small else max(merge, sides[place] // merge * merge)
+    return sides[0] * patch, sides[1] * patch
+
+
 def _gemma4_size(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
     """Return the largest size in whole units within `most` pixels that keeps the ratio of the edges."""
     unit, most = processor.unit, processor.most
@@ -207,29 +286,13 @@ def tiles_of(
     return sizes, (tall - tile) // tile + 1, (wide - tile) // tile + 1
 
 
-def _idefics3_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
-    _, rows, columns = tiles_of(vision.processor, width, height)
-    tile, tower = vision.processor.tile, vision.tower
-    each = (tile // tower.patch_size // tower.merge) ** 2
-    tokens, edge = vision.image_text * each, vision.start
-    parts = [
-        "".join(f"{edge}<row_{row}_col_{column}>{tokens}" for column in range(1, columns + 1)) + "\n"
-        for row in range(1, rows + 1)
-    ]
-    text = "".join(parts) + ("\n" if rows else "") + f"{edge}<global-img>{tokens}{edge}"
-    count = rows * columns + 1
-    return ImageLayout(
-        tiles=((tile, tile),) * count, num_rows=count * each, text=text, tile_grid=(rows, columns)
-    )
-
-
 def lfm2_tiles(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
     """Return rows and columns of tiles of LFM2-VL; zeros where the image is not cut."""
     unit = processor.unit
     # The lower limit is half a unit, which is one patch.
     sides = [max(processor.unit // 2, round(edge / unit) * unit) for edge in (height, width)]
     is_large = sides[0] * sides[1] > processor.most * processor.tolerance
-    return closest_tiles(processor, width, height) if is_large and processor.splits else (0, 0)
+    return closest_tiles(processor, width, height) if is_large else (0, 0)
 
 
 def closest_tiles(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
@@ -249,44 +312,30 @@ def closest_tiles(processor: ImageProcessorConfig, width: int, height: int) -> t
     return best[1], best[0]
 
 
-def _canvas_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
-    """Return equal tiles and, after several, the whole image in the size of one (InternVL)."""
-    processor, tower = vision.processor, vision.tower
-    grid_of = padded_canvas if processor.kind == "fitted_canvas" else closest_tiles
-    rows, columns = grid_of(processor, width, height) if processor.splits else (1, 1)
-    count = 1 if rows * columns == 1 else rows * columns + 1
-    each = (processor.tile // tower.patch_size // tower.merge) ** 2
-    (before, after), tokens = vision.tile_marks or ("", ""), vision.image_text * each
-    names = [*range(1, count), "GLOBAL"] if before else [""] * count
-    return ImageLayout(
-        tiles=((processor.tile,) * 2,) * count,
-        num_rows=count * each,
-        text=vision.start + "".join(f"{before}{name}{tokens}{after}" for name in names) + vision.end,
-        tile_grid=(rows, columns) if count > 1 else (0, 0),
-    )
+def _covering_grid(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
+    """Return rows and columns of the fewest tiles that keep nine tenths of an image's pixels, or of those
+    that keep most. Ovis2 counts the pixels of columns as rows, and the other way around.
+    """
+    tile, most = processor.tile, processor.tile_counts[1]
 
+    def kept_of(down: int, across: int) -> float:
+        tall, wide = height // down, width // across
+        talls = [tall] * (down - 1) + [height - tall * (down - 1)]
+        wides = [wide] * (across - 1) + [width - wide * (across - 1)]
+        longer_shorter = ((max(high, broad), min(high, broad)) for high in talls for broad in wides)
+        areas = (
+            tile * (short / long * tile) if long > tile else long * short for long, short in longer_shorter
+        )
+        return sum(areas) / (width * height)
 
-def _lfm2_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
-    processor, token = vision.processor, vision.image_text
-    rows, columns = lfm2_tiles(processor, width, height)
-    whole, side = resized(processor, width, height), processor.unit
-    of_whole, of_tile = (whole[0] // side) * (whole[1] // side), (processor.tile // side) ** 2
-    count, tile = rows * columns, (processor.tile, processor.tile)
-    if count <= 1:
-        only, each = (tile, of_tile) if rows else (whole, of_whole)  # a single tile has no thumbnail
-        text = vision.start + token * each + vision.end
-        return ImageLayout(tiles=(only,), num_rows=each, text=text, tile_grid=(rows, columns))
-    text = "".join(
-        f"<|img_row_{row}_col_{column}|>{token * of_tile}"
-        for row in range(1, rows + 1)
-        for column in range(1, columns + 1)
-    )
-    tiles, num_rows = (tile,) * count, count * of_tile
-    if processor.thumbnail:
-        text = f"{text}<|img_thumbnail|>{token * of_whole}"
-        tiles, num_rows = (*tiles, whole), num_rows + of_whole
-    text = vision.start + text + vision.end
-    return ImageLayout(tiles=tiles, num_rows=num_rows, text=text, tile_grid=(rows, columns))
+    grids = [(down, across) for down in range(1, most + 1) for across in range(1, most // down + 1)]
+    kept = {grid: kept_of(*grid) for grid in sorted(grids, key=math.prod)}
+    enough = [grid for grid in kept if kept[grid] > 0.9]
+    if enough:
+        down, across = min(enough, key=lambda grid: (math.prod(grid), -kept[grid]))
+    else:
+        down, across = min(kept, key=lambda grid: (-kept[grid], math.prod(grid)))
+    return across, down
 
 
 def _slice_grid(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
@@ -295,7 +344,7 @@ def _slice_grid(processor: ImageProcessorConfig, width: int, height: int) -> tup
     """
     most = processor.tile_counts[1]
     count = min(math.ceil(width * height / processor.tile**2), most)
-    if not processor.splits or count <= 1:
+    if count <= 1:
         return 0, 0
     ratio, nearest, best = math.log(width / height), math.inf, (1, 1)
     for slices in range(count - 1, count + 2):
@@ -320,27 +369,6 @@ def _slice_size(
     return max(round(height / unit) * unit, unit), max(round(width / unit) * unit, unit)
 
 
-def _slices_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
-    """Return the whole image and then, of a large one, its slices (MiniCPM-V)."""
-    processor, token = vision.processor, vision.image_text
-    _refuse_ratio(width, height)
-    rows, columns = _slice_grid(processor, width, height)
-    count = rows * columns
-    tiles = [_slice_size(processor, width, height, enlarges=count == 0)]
-    if count:
-        wide, tall = (max(round(edge / n), 1) for edge, n in ((width, columns), (height, rows)))
-        tiles += [_slice_size(processor, wide, tall, enlarges=True)] * count
-    lengths = [tall * wide // processor.unit**2 for tall, wide in tiles]
-    before, after = vision.tile_marks
-    line = f"{before}{token * lengths[-1]}{after}" * columns
-    return ImageLayout(
-        tiles=tuple(tiles),
-        num_rows=sum(lengths),
-        text=f"{vision.start}{token * lengths[0]}{vision.end}" + "\n".join([line] * rows),
-        tile_grid=(rows, columns),
-    )
-
-
 def padded_canvas(processor: ImageProcessorConfig, width: int, height: int) -> tuple[int, int]:
     """Return rows and columns of the canvas that enlarges an image least, or else shrinks it least, and of
     several the smallest. Llama 4's processor, which pads images, compares scales in float32.
@@ -359,22 +387,6 @@ def float32(number: float) -> float:
     return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
-def _padded_canvas_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
-    processor, tower = vision.processor, vision.tower
-    rows, columns = padded_canvas(processor, width, height)
-    each = (processor.tile // tower.patch_size // tower.merge) ** 2
-    token, count = vision.image_text * each, rows * columns
-    line = "<|tile_x_separator|>".join([token] * columns) + "<|tile_y_separator|>"
-    tiles = line * rows if count > 1 else ""
-    count += count > 1
-    return ImageLayout(
-        tiles=((processor.tile, processor.tile),) * count,
-        num_rows=count * each,
-        text=f"{vision.start}{tiles}{vision.placeholder}{token}{vision.end}",
-        tile_grid=(rows, columns) if count > 1 else (0, 0),
-    )
-
-
 def _anyres_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout:
     """Return the whole image in the size of a tile, and then the tiles of its canvas (LLaVA-NeXT)."""
     processor, count, tile_grid, in_lines = vision.processor, 1, (0, 0), 1
@@ -386,14 +398,3 @@ def _anyres_layout(vision: VisionConfig, width: int, height: int) -> ImageLayout
     num_rows = (processor.tile // processor.unit) ** 2 + in_lines
     tiles, text = ((processor.tile, processor.tile),) * count, vision.image_text * num_rows
     return ImageLayout(tiles=tiles, num_rows=num_rows, text=text, tile_grid=tile_grid)
-
-
-_LAYOUTS: Final[dict[ResizeKind, Callable[[VisionConfig, int, int], ImageLayout]]] = {
-    "tiles": _idefics3_layout,
-    "lfm2": _lfm2_layout,
-    "canvas": _canvas_layout,
-    "fitted_canvas": _canvas_layout,
-    "padded_canvas": _padded_canvas_layout,
-    "slices": _slices_layout,
-    "anyres": _anyres_layout,
-}

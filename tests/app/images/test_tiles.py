@@ -163,6 +163,19 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "image_std": [0.5, 0.5, 0.5],
         },
     },
+    "ovis2": {
+        "model": {"vision_config": {"image_size": 448, "patch_size": 14, "hidden_stride": 2}},
+        "processor": {
+            "image_processor_type": "Ovis2ImageProcessor",
+            "size": {"height": 448, "width": 448},
+            "crop_to_patches": True,
+            "max_patches": 9,
+        },
+    },
+    "video_llama_3": {
+        "model": {"vision_config": {"patch_size": 14}},
+        "processor": {"image_processor_type": "VideoLlama3ImageProcessor"},
+    },
     "paddleocr_vl": {
         "model": {"vision_config": {"image_size": 384}},
         "processor": {

@@ -205,7 +205,7 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         GLM_TOWER | {"fullatt_block_indexes": [0]},
         SIBLINGS["hyperclovax"] | {"model_type": "hyperclovax"},
     ),
-    "vipllava": ("vipllava", SIGLIP_MODEL, {"model_type": "llama"}),
+    "vipllava": ("vipllava", SIGLIP | {"model_type": "clip_vision_model"}, {"model_type": "llama"}),
     "voxtral": ("voxtral", HEARING, {"model_type": "llama"}),
     "qwen2_audio": ("qwen2_audio", HEARING, {"model_type": "qwen2"}),
     "paddleocr_vl": (
@@ -218,7 +218,7 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "internvl-qwen3_moe": ("internvl", INTERNVL, MOE | {"model_type": "qwen3_moe"}),
 }
 """Kind, tower and `text_config`."""
-BLIND = {"muse_glimmer", "nemotron_h_omni", "minicpmv4_7", "aria", "hyperclovax_vision_v2", "vipllava"}
+BLIND = {"muse_glimmer", "minicpmv4_7", "aria", "hyperclovax_vision_v2"}
 """Those whose tower does not run."""
 
 
@@ -230,6 +230,10 @@ def test_the_language_part_beside_a_tower(tmp_path: Path, name: str) -> None:
     options = {"audio_config" if tower is HEARING else "vision_config": tower}
     if kind == "kimi_k25":
         options["projection_hidden_size"] = 16
+    if kind == "nemotron_h_omni":
+        options["vision_hidden_size"] = 16
+    if kind == "vipllava":
+        options["vision_feature_layer"] = -1
     config = AutoConfig.for_model(kind, text_config=COMMON | text, **options, tie_word_embeddings=False)
     theirs = AutoModelForMultimodalLM.from_config(config).eval()
     randomize(theirs, 0)

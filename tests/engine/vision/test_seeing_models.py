@@ -117,6 +117,15 @@ def test_the_plan_counts_the_tiles_of_the_largest_canvas(tmp_path: Path) -> None
     assert more == 2 * (4 - 1) * 36 * vision.hidden_size  # tiles, and the same in lines; 36 rows a tile
 
 
+def test_the_plan_counts_the_shares_of_visual_tokens(tmp_path: Path) -> None:
+    make_vision_model(tmp_path, "ovis2")
+    vision = read_vision(tmp_path)
+    assert vision is not None
+    without = replace(vision, tower=replace(vision.tower, indicators=0))
+    more = vision_shape(vision).slice_numbers - vision_shape(without).slice_numbers
+    assert more == 5 * 9 * 35  # rows of a tile, visual tokens
+
+
 def test_a_picture_larger_than_a_step_has_room_in_sliding_windows(tmp_path: Path) -> None:
     make_vision_model(tmp_path, "gemma3")
     asked = [seeing(tmp_path, str(number), ask=40 + number) for number in range(3)]

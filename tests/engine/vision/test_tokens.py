@@ -11,13 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmbox.engine.ipc.messages import AddRequest
+from llmbox.engine.model_config.vision.config import VisionConfig
 from llmbox.engine.model_config.vision.families import find_vision
+from llmbox.engine.model_config.vision.layout import lay_out_image
 from support.real_engines import ask, load, tokens
 from support.tiny_models import write_json
 from support.vision_models import (
+    INDICATORS,
     MODELS,
+    START,
     TEXT,
     draw_picture,
+    indicators_of,
     make_vision_model,
     prepare,
     read_vision,
@@ -30,7 +35,15 @@ MANY = 12
 WITHOUT_TOKEN_TYPES = {
     *("mistral3", "llava", "idefics3", "lfm2_vl", "internvl", "llama4"),
     *("lighton_ocr", "minicpmv4_6", "exaone4_5", "llava_next", "llava_onevision"),
-    *("qianfan_ocr", "aya_vision", "cohere2_vision", "kimi_k25"),
+    *("qianfan_ocr", "aya_vision", "cohere2_vision", "kimi_k25", "video_llama_3", "vipllava"),
+    *(
+        "qwen2_5_omni_thinker",
+        "qwen3_omni_moe_thinker",
+        "llava_next_video",
+        "minicpm_ocr",
+        "ovis2",
+        "nemotron_h_omni",
+    ),
 }
 """Models whose `forward` takes no types of tokens."""
 
@@ -44,7 +57,7 @@ def prompt_with(directory: Path) -> tuple[AddRequest, list[Any]]:
         layout, image = prepare(vision, picture)
         pieces = layout.text.split(vision.image_text)
         text = [[100 + 7 * number + sum(map(ord, piece)) % 90] if piece else [] for piece in pieces]
-        own = [*text[0], *(token for piece in text[1:] for token in (IMAGE, *piece))]
+        own = [START, *text[0], *(token for piece in text[1:] for token in (IMAGE, *piece))]
         first, last = own.index(IMAGE), len(own) - own[::-1].index(IMAGE)
         place = {"start": len(ids) + first, "num_tokens": last - first, "num_rows": layout.num_rows}
         images.append(replace(image, content_hash=sha256(image.pixels).digest(), **place))
@@ -64,6 +77,8 @@ def tokens_of_transformers(model: Any, ids: list[int], inputs: dict[str, Any]) -
         extra = {"token_type_ids" if "gemma3" in model.config.model_type else "mm_token_type_ids": kinds}
         if model.config.model_type in WITHOUT_TOKEN_TYPES:
             extra = {}
+        if model.config.model_type.endswith("thinker"):  # positions by time, height and width need a mask
+            extra, model.rope_deltas = {"attention_mask": torch.ones_like(all_ids)}, None
         if model.config.model_type == "gemma4_unified":
             extra = {"attention_mask": masks_of_generate(model, all_ids, kinds)}
         if hasattr(model.base_model, "rope_deltas"):
@@ -100,16 +115,44 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Changes of a model's config."""
 
 
+def with_indicators(vision: VisionConfig, request: AddRequest) -> list[int]:
+    """Return the prompt of an Ovis2 with the tokens that transformers wants around tiles."""
+    ids = list(request.prompt_ids)
+    for image, size in zip(request.images, SIZES, strict=True):
+        layout = lay_out_image(vision, *size)
+        for place, row in enumerate(indicators_of(layout.tile_grid, 9)):
+            ids[image.start + place] = IMAGE if row < 0 else INDICATORS[row]
+    return ids
+
+
 @pytest.mark.parametrize("kind", [*MODELS, *VARIANTS])
 def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     model = make_vision_model(tmp_path, kind.partition(" ")[0], **VARIANTS.get(kind, {}))
     request, pictures = prompt_with(tmp_path)
     vision = read_vision(tmp_path)
     assert vision is not None
-    exact = tokens_of_transformers(model, request.prompt_ids, reference_inputs(tmp_path, vision, pictures))
+    ids = with_indicators(vision, request) if kind == "ovis2" else request.prompt_ids
+    exact = tokens_of_transformers(model, ids, reference_inputs(tmp_path, vision, pictures))
     assert len(set(exact)) > 2
     for options in ({}, {"token_budget": 16, "max_running": 4}):
         assert tokens(load(tmp_path, **options), [request])["a"] == exact
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_an_omni_with_its_parts_for_speech_is_its_thinker(tmp_path: Path, kind: str) -> None:
+    make_vision_model(tmp_path, f"{kind}_thinker")
+    request, _ = prompt_with(tmp_path)
+    exact = tokens(load(tmp_path), [request])
+    file, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    weights = {f"thinker.{name}": each for name, each in load_file(file).items()}
+    save_file(weights | {"talker.codec_head.weight": torch.ones(2, 2)}, file, metadata={"format": "pt"})
+    name = config.pop("architectures")[0].replace("Thinker", "")
+    write_json(
+        tmp_path / "config.json", {"architectures": [name], "model_type": kind, "thinker_config": config}
+    )
+    again, _ = prompt_with(tmp_path)
+    assert again == request
+    assert tokens(load(tmp_path), [again]) == exact
 
 
 OWN_NAMES = {

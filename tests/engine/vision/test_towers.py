@@ -10,7 +10,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from llmbox.engine.errors import ModelError
+from llmbox.engine.model_config.vision.config import VisionConfig
 from llmbox.engine.model_config.vision.families import find_vision
+from llmbox.engine.model_config.vision.layout import lay_out_image
 from llmbox.engine.vision import layers, tower
 from llmbox.engine.vision.encoder import VisionEncoder, load_vision_encoder
 from llmbox.kernels.cpu import attention
@@ -21,6 +23,7 @@ from support.tiny_models import write_json
 from support.vision_models import (
     MODELS,
     draw_picture,
+    indicators_of,
     make_vision_model,
     prepare,
     read_vision,
@@ -50,11 +53,19 @@ def encode(encoder: VisionEncoder, picture: Image.Image) -> torch.Tensor:
 @pytest.mark.parametrize("kind", MODELS)
 def test_embeddings_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     model, unused = make_vision_model(tmp_path, kind), 0
-    if kind in {"llava_clip", "llava_next"}:  # which read the last layer but one, and no norm
+    if kind in {
+        "llava_clip",
+        "llava_next",
+        "llava_next_video",
+    }:  # which read the last layer but one, and no norm
         tower = model.model.vision_tower
         unused = sum(each.numel() for each in tower.encoder.layers[-1].parameters()) + 2 * 48
-    if kind in {"llava_onevision", "aya_vision"}:
+    if kind in {"llava_onevision", "aya_vision", "vipllava"}:
         unused = 2 * 48
+    if kind == "nemotron_h_omni":  # patches of videos, and numbers of rows of the class embedding
+        unused = 2 * 3 * 64 * 48 + 2
+    if kind == "minicpm_ocr":
+        unused = sum(each.numel() for each in model.model.vision_tower.vit_merger.parameters())
     compare(tmp_path, model, SIZES, unused)
 
 
@@ -79,13 +90,27 @@ def compare(directory: Path, model: Any, sizes: list[tuple[int, int]], unused: i
                 theirs = model.get_image_features(**inputs)
                 rows = model.multi_modal_projector(theirs.last_hidden_state)
             else:
-                theirs = model.model.get_image_features(**inputs, return_dict=True)
+                part = (
+                    model.model
+                    if hasattr(model, "model") and "omni" not in model.config.model_type
+                    else model
+                )
+                theirs = part.get_image_features(**inputs, return_dict=True)
                 rows = theirs.pooler_output
         rows = rows.flatten(0, -2) if isinstance(rows, torch.Tensor) else torch.cat(list(rows))
+        if model.config.model_type == "ovis2":
+            rows = with_indicators(encoder.vision, size, rows, theirs.visual_indicator_features)
         levels = [torch.cat(list(level)) for level in getattr(theirs, "deepstack_features", None) or []]
         torch.testing.assert_close(found, torch.stack([rows, *levels]), rtol=1e-4, atol=1e-4)
         layout = prepare(encoder.vision, picture)[0]
         assert layout.text.count(encoder.vision.image_text) == layout.num_rows == len(rows)
+
+
+def with_indicators(vision: VisionConfig, size: Any, rows: Any, indicators: Any) -> torch.Tensor:
+    """Return the rows of an image of Ovis2 with those around its tiles."""
+    layout, of_patches = lay_out_image(vision, *size), iter(rows)
+    places = indicators_of(layout.tile_grid, len(rows) // len(layout.tiles))
+    return torch.stack([next(of_patches) if place < 0 else indicators[place] for place in places])
 
 
 def test_tiles_that_are_not_whole_patches_lose_their_edge(tmp_path: Path) -> None:
@@ -127,7 +152,7 @@ def test_variants_of_intern_vit(tmp_path: Path, tower: dict[str, Any], side: int
 
 def is_vision(name: str) -> bool:
     parts = ("vision_", "visual", "multi_modal_projector", "connector", "embed_vision", "merger")
-    parts += ("image_newline", "mlp_AR", "mlp1.", "mm_projector")
+    parts += ("image_newline", "mlp_AR", "mlp1.", "mm_projector", "model.projector.", "visual_e")
     return any(part in name for part in parts)
 
 
@@ -142,6 +167,8 @@ def is_vision(name: str) -> bool:
         ("llava_onevision", torch.float32, 1e-4),
         ("aya_vision", torch.float32, 1e-4),
         ("kimi_k25", torch.bfloat16, 0.1),
+        ("ovis2", torch.float32, 1e-4),
+        ("nemotron_h_omni", torch.float32, 1e-4),
     ],
 )
 def test_a_picture_has_the_same_bits_every_time_on_the_cpp_kernels(
@@ -210,6 +237,19 @@ def test_older_spellings_of_names_are_read(tmp_path: Path) -> None:
     assert torch.equal(encode(load(tmp_path), picture), found)
 
 
+def test_factors_that_a_radio_leaves_out_are_one(tmp_path: Path) -> None:
+    make_vision_model(tmp_path, "nemotron_h_omni")
+    picture = draw_picture(50, 40)
+
+    def one(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        return name, torch.ones_like(tensor) if "layer_scale" in name else tensor
+
+    change_tensors(tmp_path, one)
+    found = encode(load(tmp_path), picture)
+    change_tensors(tmp_path, lambda name, each: None if "layer_scale" in name else (name, each))
+    assert torch.equal(encode(load(tmp_path), picture), found)
+
+
 def test_a_missing_tensor_and_one_of_another_shape_are_named(tmp_path: Path) -> None:
     make_vision_model(tmp_path, "qwen3_vl")
     file, name = tmp_path / "model.safetensors", "model.visual.blocks.1.mlp.linear_fc1.bias"
@@ -233,9 +273,9 @@ def test_a_missing_tensor_and_one_of_another_shape_are_named(tmp_path: Path) -> 
 
 
 def test_a_family_whose_tower_is_not_read_says_so(tmp_path: Path) -> None:
-    write_json(tmp_path / "config.json", {"model_type": "ovis2", "vision_config": {}})
+    write_json(tmp_path / "config.json", {"model_type": "who", "vision_config": {}})
     assert read_vision(tmp_path) is None
-    assert "ovis2 is not supported" in find_vision(tmp_path)[1]
+    assert find_vision(tmp_path)[1].startswith("the vision tower of who is not supported; docs/models.md")
     tower = {"vision_config": {"mm_posemb_size": 99}, "hidden_size": 64}
     write_json(tmp_path / "config.json", {"model_type": "gemma4_unified", **tower})
     assert "max_soft_tokens 280 is beyond the 99 positions" in find_vision(tmp_path)[1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmbox.engine.model_config.vision.config import VisionConfig
-from llmbox.engine.model_config.vision.families import VISION_FAMILIES, find_vision
+from llmbox.engine.model_config.vision.families import find_vision
 from llmbox.engine.model_config.vision.layout import ImageSizeError, lay_out_image
 from support.tiny_models import write_json
 from support.vision_models import MODELS, TEXT, read_vision
@@ -36,7 +36,10 @@ def test_each_row_has_one_image_token_in_the_text(tmp_path: Path, kind: str) -> 
                     continue
                 assert layout.text.count(vision.image_text) == layout.num_rows > 0
                 pixels = sum(tall * wide for tall, wide in layout.tiles)
-                if vision.processor.kind != "anyres":  # whose lines end in a row, and lose their padding
+                if vision.processor.kind not in {
+                    "anyres",
+                    "covered_canvas",
+                }:  # with rows beside those of tiles
                     assert pixels == layout.num_rows * vision.processor.unit**2
                 if layout.grid != (0, 0):
                     assert layout.grid[0] * layout.grid[1] == layout.num_rows
@@ -228,6 +231,34 @@ def test_sizes_of_kimi(
     assert read_vision(tmp_path) == vision
 
 
+@pytest.mark.parametrize(
+    ("size", "whole"),
+    [
+        ((1, 1), (512, 512)),
+        ((30, 2000), (4064, 96)),
+        ((1023, 769), (800, 1024)),
+        ((640, 8), (96, 3264)),
+        ((20000, 700), (320, 9824)),
+        ((3000, 2999), (1824, 1856)),
+        ((3, 9000), (12160, 32)),
+    ],
+)
+def test_sizes_of_nemotron_omni(tmp_path: Path, size: tuple[int, int], whole: tuple[int, int]) -> None:
+    """Compare with the sizes of the processor of transformers 5.23, which needs torchvision. Keys are those
+    of the published files.
+    """
+    model = {"model_type": "nemotron_h_omni", "llm_config": TEXT, "img_context_token_id": 18}
+    model |= {"vision_config": {"patch_size": 16}, "vit_hidden_size": 1280}
+    write_json(tmp_path / "config.json", model)
+    write_json(tmp_path / "preprocessor_config.json", {"norm_mean": [0.1] * 3, "norm_std": [0.2] * 3})
+    vision = read_vision(tmp_path)
+    assert vision is not None
+    assert (vision.processor.mean, vision.processor.std) == ((0.1,) * 3, (0.2,) * 3)
+    layout = lay_out_image(vision, *size)
+    assert layout.tiles == (whole,)
+    assert layout.text == f"<img>{'<image>' * (whole[0] * whole[1] // 1024)}</img>"
+
+
 def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
     with pytest.raises(ImageSizeError, match="200 times as many"):
         lay_out_image(read(tmp_path, "qwen2_vl"), 1, 201)
@@ -278,18 +309,25 @@ def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
         ("glm4v", {"out_hidden_size": 32}, {}, "not those of the language model"),
         ("glm4v", {}, {"merge_size": 3}, "merge_size 3 is not that of the tower"),
         ("llama4", {"intermediate_size": 96}, {}, "intermediate_size 96 is not that of 2 x 2 patches"),
-        ("llama4", {"projector_output_dim": 48}, {}, "projector_output_dim 48 is not projector_input_dim 40"),
+        ("llama4", {"projector_output_dim": 48}, {}, "projector_output_dim 48 is not supported, only 40"),
         ("llama4", {"num_attention_heads": 8}, {}, "heads of 6 numbers are no multiple of 4"),
-        ("llama4", {}, {"resize_to_max_canvas": True}, "resize_to_max_canvas true is not supported"),
+        (
+            "llama4",
+            {},
+            {"resize_to_max_canvas": True},
+            "resize_to_max_canvas True is not supported, only False",
+        ),
         ("llama4", {}, {"size": {"height": 96, "width": 96}}, "size must be that of the tower, 48"),
         ("llava_clip", {"model_type": "vit"}, {}, "a tower of 'vit' is not supported in LLaVA"),
         ("llava_clip", {"model_type": "siglip_vision_model"}, {}, "'default' is not supported for a tower"),
         ("llava_clip", {}, {"crop_size": 40}, "size and crop_size must be that of the tower, 48"),
         ("llava_clip", {}, {"size": {"shortest_edge": 60}}, "size and crop_size must be that of the tower"),
         ("llava_clip", {}, {"do_center_crop": False}, "do_center_crop false with shortest_edge"),
-        ("llava_clip", {}, {"do_pad": True}, "do_pad true is not supported"),
+        ("llava_clip", {}, {"do_pad": True}, "do_pad True is not supported, only False"),
         ("gemma4", {"num_key_value_heads": 1}, {}, "num_key_value_heads"),
         ("llava_next", {"model_type": "vit"}, {}, "a tower of 'vit' is not supported in LLaVA"),
+        ("aya_vision", {"model_type": "pixtral"}, {}, "a tower of 'pixtral' is not supported in LLaVA"),
+        ("internvl", {}, {"do_rescale": False}, "do_rescale false is not supported"),
         ("llava_next", {}, {"crop_size": 40, "do_center_crop": True}, "must be that of the tower, 48"),
         (
             "llava_next",
@@ -306,16 +344,32 @@ def test_pictures_that_processors_refuse(tmp_path: Path) -> None:
         ),
         ("aya_vision", {"image_size": 40}, {"size": {"height": 40, "width": 40}}, "squares of 2 x 2 patches"),
         ("aya_vision", {}, {"size": {"height": 96, "width": 96}}, "size must be that of the tower, 48"),
+        (
+            "ovis2",
+            {"tokenize_function": "gumbel_argmax"},
+            {},
+            "'gumbel_argmax' is not supported, only 'softmax'",
+        ),
+        ("nemotron_h_omni", {"use_swiglu_ffn": True}, {}, "use_swiglu_ffn True is not supported, only False"),
+        ("nemotron_h_omni", {"hidden_size": 64}, {}, "vision_hidden_size 48 is not supported, only 64"),
+        ("nemotron_h_omni", {}, {"min_num_patches": 1, "max_num_patches": 3}, "max_num_patches 3 are fewer"),
+        ("ovis2", {"vocab_size": 5}, {}, "vocab_size 5 leaves no visual token"),
+        ("ovis2", {"hidden_stride": 4}, {}, "no whole squares of 4 x 4 patches"),
+        ("ovis2", {}, {"use_covering_area_grid": False}, "use_covering_area_grid False is not supported"),
+        ("video_llama_3", {}, {"merge_size": 2}, "merge_size 2 is not supported, only 1"),
+        ("vipllava", {"model_type": "pixtral"}, {}, "a tower of 'pixtral' is not supported in LLaVA"),
+        ("qwen3_omni_moe_thinker", {"deepstack_visual_indexes": [3]}, {}, "must be different layers of 3"),
+        ("qwen2_5_omni_thinker", {"out_hidden_size": 63}, {}, "not those of the language model"),
         ("kimi_k25", {"pos_emb_width": 6}, {}, "only a square of positions"),
         ("kimi_k25", {"num_attention_heads": 8}, {}, "heads of a multiple of 4 numbers"),
-        ("kimi_vl", {}, {"pad_input": False}, "pad_input false is not supported"),
-        ("kimi_k25", {}, {"merge_size": 3}, "not those of the tower, 6 and 2"),
+        ("kimi_vl", {}, {"pad_input": False}, "pad_input False is not supported, only True"),
+        ("kimi_k25", {}, {"merge_size": 3}, "merge_size 3 is not that of the tower, 2"),
         ("kimi_k25", {}, {"size": {"max_height": 0, "max_width": 0}}, "max_height"),
         ("cohere2_vision", {}, {"max_patches": 65}, "max_patches 65 is beyond"),
-        ("qianfan_ocr", {"use_qk_norm": True}, {}, "use_qk_norm true is not supported"),
+        ("qianfan_ocr", {"use_qk_norm": True}, {}, "use_qk_norm True is not supported, only False"),
         ("paddleocr_vl", {}, {"temporal_patch_size": 2}, "temporal_patch_size 2 is not that of the tower, 1"),
         ("minicpmv4_6", {"window_kernel_size": [4, 4]}, {}, "squares of 2 x 2"),
-        ("minicpmv4_6", {}, {"downsample_mode": "4x"}, "downsample_mode '4x' is not supported, only 16x"),
+        ("minicpmv4_6", {}, {"downsample_mode": "4x"}, "downsample_mode '4x' is not supported, only '16x'"),
         ("minicpmv4_6", {}, {"scale_resolution": 16}, "scale_resolution 16 is less than 32"),
         ("exaone4_5", {"num_key_value_heads": 3}, {}, "4 heads cannot share 3 of keys"),
         ("glm_ocr", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, {}, "not supported for"),
@@ -342,7 +396,11 @@ def test_files_that_contradict_each_other_leave_text_and_name_the_key(
         ("llava_next", "image_grid_pinpoints", [["48", 48]], "must be heights and widths of at most 64"),
         ("llava_next", "vision_feature_layer", [-1, 9], r"[-1, 9] is not supported, only some of 2 layers"),
         ("llava_next", "vision_feature_layer", [], "[] is not supported, only some of 2 layers"),
-        ("kimi_k25", "projection_hidden_size", 40, "projection_hidden_size is not that of the tower, 48"),
+        ("internvl", "downsample_ratio", 0, "downsample_ratio 0.0 is not supported, only 1, 1/2"),
+        ("internvl", "downsample_ratio", 0.4, "downsample_ratio 0.4 is not supported, only 1, 1/2"),
+        ("minicpmv4_6", "downsample_mode", "8x", "downsample_mode '8x' is not supported, only '4x' or '16x'"),
+        ("minicpm_ocr", "insert_layer_id", 3, "insert_layer_id 3 must be one of 3 layers"),
+        ("kimi_k25", "projection_hidden_size", 40, "projection_hidden_size 40 is not supported, only 48"),
         ("aya_vision", "vision_feature_layer", [-2, -1], "only one vision_feature_layer"),
         ("cohere2_vision", "alignment_intermediate_size", 41, "an even alignment_intermediate_size"),
         ("llava_onevision", "vision_aspect_ratio", "anyres", "'anyres' is not supported, only anyres_max_9"),
@@ -406,11 +464,3 @@ def test_a_nested_processor_is_read(tmp_path: Path) -> None:
     again = read_vision(tmp_path)
     assert again is not None
     assert again.processor == replace(vision.processor, resample=3)
-
-
-OTHERS = {"smolvlm", "qwen3_vl_moe", "qwen3_5_moe", "glm46v", "internvl_chat"}
-"""Families that compute what one of `MODELS` does. The last is in tests/engine/vision/test_tokens.py."""
-
-
-def test_every_family_is_tested() -> None:
-    assert OTHERS | {kind.removesuffix("_clip") for kind in MODELS} == set(VISION_FAMILIES)
