@@ -7,7 +7,6 @@ import math
 import os
 import threading
 from dataclasses import replace
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -213,9 +212,9 @@ def quicken_operands(interpreter: Any) -> None:
         one, other = left.shape.values, right.shape.values
         if one == other:
             return lhs, rhs
-        if len(one) != len(other) or any(a != b and a != 1 and b != 1 for a, b in zip(one, other)):  # noqa: B905
+        if len(one) != len(other):
             return broadcast(lhs, rhs)
-        both = [a if b == 1 else b for a, b in zip(one, other)]  # noqa: B905
+        both = [a if b == 1 else b for a, b in zip(one, other, strict=True)]
         return spread(left, lhs, both), spread(right, rhs, both)
 
     def fill(kind: Any, scalar: Any, like: Any) -> Any:
