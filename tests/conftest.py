@@ -63,7 +63,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection() -> Iterator[None]:
     """Collect tests without garbage collections. Modules and tests stay: later collections skip them.
 
-    Those are rarer than by default: each would scan what libraries leave that are imported later.
+    Those are rarer than by default: each would visit all objects of libraries that tests import later.
     """
     gc.disable()
     try:
