@@ -61,12 +61,16 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect tests without garbage collections. Modules and tests stay: later collections skip them."""
+    """Collect tests without garbage collections. Modules and tests stay: later collections skip them.
+
+    Those are rarer than by default: each would visit all objects of libraries that tests import later.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(20_000, 10, 10)
         gc.enable()
 
 

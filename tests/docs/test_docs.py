@@ -10,7 +10,6 @@ from itertools import chain
 from pathlib import Path
 
 import click
-import pytest
 
 from llmbox.app.cli.root import cli
 
@@ -21,12 +20,32 @@ MADE_LATER = {"kernels/cpu/prebuilt/"}
 """Folders that only a wheel has."""
 
 
+def each(subjects):
+    """Make one test of a check of many pages or names: a test of its own for each would cost more than it."""
+
+    def of(check):
+        def test():
+            failed = []
+            for subject in subjects:
+                try:
+                    check(subject)
+                except AssertionError as error:
+                    failed.append(f"{subject}: {error}")
+            assert not failed, "\n".join(failed)
+
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+
+    return of
+
+
 @cache
 def source_files():
     tops = ("app", "engine", "kernels", "ui", "packaging", "tests", "migrations")
     return {path.name for top in tops for path in (ROOT / top).rglob("*.*")}
 
 
+@cache
 def renderer():
     spec = importlib.util.spec_from_file_location("render_docs", ROOT / "packaging/render_docs.py")
     module = importlib.util.module_from_spec(spec)
@@ -34,13 +53,13 @@ def renderer():
     return module
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda path: path.name)
+@each(sorted(ROOT.glob("docs/*.md")))
 def test_generated_parts_are_current(page):
     text = page.read_text("utf-8")
     assert renderer().render(text) == text, "run `make docs`"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@each(PAGES)
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
         assert (page.parent / target).exists(), target
@@ -53,19 +72,19 @@ def anchors_of(page):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@each(PAGES)
 def test_links_to_sections_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", page.read_text("utf-8")):
         assert anchor in anchors_of(page.parent / target if target else page), f"{target}#{anchor}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@each(PAGES)
 def test_files_and_folders_named_in_backticks_exist(page):
     for name in re.findall(r"`((?:app|engine|kernels|ui|packaging|tests)/[\w/.-]+)", page.read_text("utf-8")):
         assert (ROOT / name).exists() or name in MADE_LATER, name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@each(PAGES)
 def test_source_files_named_in_backticks_exist(page):
     """Also those named without their folder, where a table or a sentence says which it is."""
     named = set(re.findall(r"`([\w.-]+\.(?:py|h|cpp))`", page.read_text("utf-8")))
@@ -129,18 +148,18 @@ def is_path(name):
     return bool(top) or re.fullmatch(r"[\w./-]+\.(py|md|toml|h|cpp)", name) is not None
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if is_path(name)])
+@each([name for name in NAMES if is_path(name)])
 def test_files_and_folders_in_the_architecture_exist(name):
     assert (ROOT / name).exists(), name
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "::" in name])
+@each([name for name in NAMES if "::" in name])
 def test_functions_in_the_architecture_exist(name):
     file, _, function = name.partition("::")
     assert function in defined_in(ast.parse((ROOT / file).read_text("utf-8"))), name
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if re.fullmatch(r"[A-Z]\w*[a-z]\w*(\.\w+)?", name)])
+@each([name for name in NAMES if re.fullmatch(r"[A-Z]\w*[a-z]\w*(\.\w+)?", name)])
 def test_classes_and_methods_in_the_architecture_exist(name):
     owner, _, member = name.partition(".")
     assert owner in members_by_class(), name
@@ -163,7 +182,7 @@ def test_hooks_before_a_commit_are_the_checks_of_make():
     assert hooks == [line.strip().replace("$(BIN)", ".venv/bin") for line in rule.splitlines()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@each(PAGES)
 def test_targets_named_in_backticks_exist(page):
     assert set(re.findall(r"`make ([a-z-]+)", page.read_text("utf-8"))) <= targets_of_make()
 
@@ -172,7 +191,7 @@ FOREIGN_OPTIONS = {"--shm-size", "--cpu-moe", "--few", "--once", "--kernels"}
 """Of Docker and llama.cpp, and of the benchmarks that the sentence beside them names."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@each(PAGES)
 def test_options_named_in_backticks_exist(page):
     known = set(re.findall(r"--[a-z][a-z-]+", (ROOT / "docs/cli.md").read_text("utf-8")))
     named = re.findall(r"`((?:--|llmbox )[^`\n]+)`", page.read_text("utf-8"))
@@ -190,7 +209,7 @@ def commands_in(text):
         yield re.split(r"\s#|  +\w|[|>&]", command.replace("…", ""))[0].split()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@each(PAGES)
 def test_commands_have_the_options_that_the_page_gives_them(page):
     for words in commands_in(page.read_text("utf-8")):
         command, context = cli, click.Context(cli, **cli.context_settings)
@@ -205,7 +224,7 @@ def test_commands_have_the_options_that_the_page_gives_them(page):
         assert set(given) <= options, words
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@each(PAGES)
 def test_settings_named_in_commands_exist(page):
     known = set(
         re.findall(r"^\| `([a-z_.]+)`", (ROOT / "docs/configuration.md").read_text("utf-8"), re.MULTILINE)
@@ -214,13 +233,19 @@ def test_settings_named_in_commands_exist(page):
     assert set(named) <= known
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"`([a-z_]+_(?:\d?[A-Zn]\d?)+)(?:`|\[)", SHAPES))))
+@cache
+def sources_with_shapes():
+    return "".join(
+        path.read_text("utf-8") for top in ("engine", "kernels") for path in (ROOT / top).rglob("*.py")
+    )
+
+
+@each(sorted(set(re.findall(r"`([a-z_]+_(?:\d?[A-Zn]\d?)+)(?:`|\[)", SHAPES))))
 def test_tensors_named_in_the_shapes_exist(name):
-    sources = chain.from_iterable((ROOT / top).rglob("*.py") for top in ("engine", "kernels"))
-    assert any(re.search(rf"\b{name}\b", path.read_text("utf-8")) for path in sources)
+    assert re.search(rf"\b{name}\b", sources_with_shapes())
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/notes/*.md")), ids=lambda path: path.name)
+@each(sorted(ROOT.glob("docs/notes/*.md")))
 def test_a_note_begins_with_its_result(page):
     title, _, result = page.read_text("utf-8").splitlines()[:3]
     assert title.startswith("# ")
@@ -237,7 +262,7 @@ def test_every_part_that_a_benchmark_renews_is_in_one_note():
     assert notes.count("<!-- measured ") == notes.count("<!-- end measured -->")
 
 
-@pytest.mark.parametrize("folder", ["docs", "docs/notes", "docs/decisions"])
+@each(["docs", "docs/notes", "docs/decisions"])
 def test_the_index_lists_every_page(folder):
     index = (ROOT / folder / "README.md").read_text("utf-8")
     linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index))

@@ -22,6 +22,8 @@ from typing import Any
 
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Bytes of shared memory that one block may have, by compute capability (CUDA C++ programming guide)."""
+SCANS = {"scan_kernel", "scan_chunks_kernel"}
+"""Their loops are what a row or a chunk costs. To disassemble a kernel takes half a second."""
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
 
 
@@ -41,7 +43,7 @@ class Kernel:
     cubin: int
     """Bytes of machine code."""
     loop: int
-    """Instructions of the longest loop of a recurrent layer; 0 for other kernels."""
+    """Instructions of the longest loop of a kernel in `SCANS`; 0 for others."""
 
     @property
     def fits(self) -> bool:
@@ -130,11 +132,14 @@ def compile_group(target: int, number: int, choice: str) -> list[Kernel] | Broke
     except Exception as error:  # noqa: BLE001 - compilers have many; the others still say something
         traceback.print_exc()
         return Broken(target, name, f"{type(error).__name__}: {str(error)[:300]}")
-    has_loop = name.startswith("recurrent")
     return [
-        facts(target, name, kernel, *resources(kernel), longest_loop(kernel) if has_loop else 0)
+        facts(target, name, kernel, *resources(kernel), longest_loop(kernel) if is_scan(kernel) else 0)
         for kernel in kernels
     ]
+
+
+def is_scan(kernel: Any) -> bool:
+    return kernel.metadata.name in SCANS
 
 
 def facts(target: int, group: str, kernel: Any, registers: int, spilled: int, loop: int) -> Kernel:

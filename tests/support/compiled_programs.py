@@ -22,14 +22,16 @@ def compile_program(driver: Path, flags: tuple[str, ...], sources: Path = build.
     """Return the program of `driver`, with headers from `sources`. A night begins with none.
 
     A program is found by its flags, the compiler's version, all files of `sources` and those beside the
-    driver. Raises CalledProcessError with the compiler's words in `stderr`.
+    driver, whatever folder they are in: other trees with the same files share it. Raises CalledProcessError
+    with the compiler's words in `stderr`.
     """
     compiler = build.find_compiler()
     command = [*compiler, *flags, "-I", str(sources), str(driver)]
-    digest = hashlib.sha256("\0".join([*command, build.compiler_version(compiler)]).encode())
+    digest = hashlib.sha256("\0".join([*compiler, *flags, build.compiler_version(compiler)]).encode())
     beside = [path for path in driver.parent.iterdir() if path.suffix in {".h", ".cpp"}]
-    for path in sorted([*beside, *(path for path in sources.rglob("*") if path.is_file())]):
-        digest.update(f"\0{path}\0".encode() + path.read_bytes())
+    for folder, files in ((driver.parent, beside), (sources, sources.rglob("*"))):
+        for path in sorted(path for path in files if path.is_file()):
+            digest.update(f"\0{path.relative_to(folder)}\0".encode() + path.read_bytes())
     folder = _folder()
     program = folder / f"{driver.stem}-{digest.hexdigest()[:20]}"
     if NIGHTLY or not program.exists():
@@ -53,7 +55,7 @@ for each in "$@"; do
   before=$each
 done
 [ -n "$source" ] || exec {command} "$@" -O0
-kept={kept}-$(sha256sum < "$source" | cut -c 1-20).o
+kept={kept}-$(sed 's|"/.*/native/|"|' "$source" | sha256sum | cut -c 1-20).o
 if [ -e "$kept" ]; then touch "$kept"; exec cp "$kept" "$made"; fi
 {command} "$@" -O0 && cp "$made" "$kept.$$" && mv "$kept.$$" "$kept"
 """

@@ -96,7 +96,7 @@ def add_mtp(directory: Path, style: str, damping: float = 0.15) -> Path:
 
 def make_target(directory: Path, **overrides: Any) -> Path:
     """A Llama for heads of folders of their own, of four layers."""
-    return make_predictable(make_tiny_model(directory, arch="llama", num_hidden_layers=4, **overrides))
+    return make_predictable(make_tiny_model(directory, arch="llama", **{"num_hidden_layers": 4, **overrides}))
 
 
 def make_eagle3(directory: Path, target: Path, **overrides: Any) -> Path:

@@ -7,7 +7,6 @@ import math
 import os
 import threading
 from dataclasses import replace
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,18 +123,18 @@ def quicken_types(interpreter: Any) -> None:
 
     def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
         key = (element_ty.name, *(s.value if isinstance(s, core.constexpr) else s for s in shape))
-        if key not in types:
+        if (made := types.get(key)) is None:
             make_type(self, element_ty, shape)
-            types[key] = vars(self).copy()
-        vars(self).update(types[key])
+            made = types[key] = vars(self)
+            made["shape_and_numel"] = shape_of(self.shape)
+        self.__dict__ = made
 
-    @cache
-    def shape_of(*sizes: int) -> tuple[Any, Any]:
+    def shape_of(sizes: Any) -> tuple[Any, Any]:
         return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
 
     def make_tensor(self: Any, handle: Any, kind: Any) -> None:
         self.handle, self.type, self.dtype = handle, kind, kind.scalar
-        self.shape, self.numel = shape_of(*kind.shape) if kind.is_block() else shape_of()
+        self.shape, self.numel = kind.shape_and_numel
 
     def np_dtype(tt_dtype: Any) -> Any:
         name = tt_dtype.scalar.name
@@ -143,6 +142,7 @@ def quicken_types(interpreter: Any) -> None:
             dtypes[name] = dtype_of(tt_dtype)
         return dtypes[name]
 
+    core.dtype.shape_and_numel = shape_of(())
     core.block_type.__init__, core.tensor.__init__ = make_block_type, make_tensor
     interpreter._get_np_dtype = np_dtype
 
@@ -205,12 +205,30 @@ def quicken_operands(interpreter: Any) -> None:
 
     def broadcast_quickly(lhs: Any, rhs: Any) -> Any:
         left, right = lhs.type, rhs.type
-        if left.is_block():
-            if right.is_block() and left.shape.values == right.shape.values:
-                return lhs, rhs
-        elif not right.is_block():
+        if not left.is_block():
+            return (fill(left, lhs, right), rhs) if right.is_block() else (lhs, rhs)
+        if not right.is_block():
+            return lhs, fill(right, rhs, left)
+        one, other = left.shape.values, right.shape.values
+        if one == other:
             return lhs, rhs
-        return broadcast(lhs, rhs)
+        if len(one) != len(other):
+            return broadcast(lhs, rhs)
+        both = [a if b == 1 else b for a, b in zip(one, other, strict=True)]
+        return spread(left, lhs, both), spread(right, rhs, both)
+
+    def fill(kind: Any, scalar: Any, like: Any) -> Any:
+        """Return a block of one number, of the shape of `like`."""
+        number = scalar.handle
+        block = np.empty(like.shape.values, dtype=number.data.dtype)
+        block.fill(number.data.item())
+        return core.tensor(handle_type(block, number.dtype.scalar), core.block_type(kind, like.shape))
+
+    def spread(kind: Any, block: Any, shape: list[int]) -> Any:
+        if kind.shape.values == shape:
+            return block
+        handle = handle_type(np.broadcast_to(block.handle.data, shape), block.handle.dtype.scalar)
+        return core.tensor(handle, core.block_type(kind.element_ty, shape))
 
     semantic.binary_op_type_checking_impl = match_quickly
     semantic.broadcast_impl_value = broadcast_quickly

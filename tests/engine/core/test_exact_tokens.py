@@ -1,11 +1,13 @@
 """How requests are batched, chunked, cached, forked or preempted never changes their tokens."""
 
 import random
+from itertools import product
 
 import pytest
 
 from llmbox.engine.core.kv_cache.state_manager import pool_blocks
 from support.fake_runner import expected_output
+from support.lanes import nightly
 from support.scheduling import FakeEngine, make_request
 
 
@@ -113,11 +115,21 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("seed", range(4))
-def test_tokens_are_those_of_the_request_alone(variant, seed, pipeline):
-    engine = FakeEngine(**pipeline, **VARIANTS[variant])
+SEEDS = 4
+
+
+# Every variant in every pipeline: in the suite with one seed, which take turns, each night with all.
+CASES = [
+    (variant, pipeline, seed) if (row + column) % SEEDS == seed else nightly(variant, pipeline, seed)
+    for (row, variant), (column, pipeline), seed in product(
+        enumerate(VARIANTS), enumerate(PIPELINES), range(SEEDS)
+    )
+]
+
+
+@pytest.mark.parametrize(("variant", "pipeline", "seed"), CASES)
+def test_tokens_are_those_of_the_request_alone(variant, pipeline, seed):
+    engine = FakeEngine(**PIPELINES[pipeline], **VARIANTS[variant])
     requests = workload(seed)
     for request in requests:
         engine.add(request)
@@ -134,7 +146,7 @@ def test_tokens_are_those_of_the_request_alone(variant, seed, pipeline):
         assert lengths >= {(False, False), (False, True)}, "some stay short, some grow beyond it"
     if "preempted" in variant:
         assert engine.scheduler.active.preemptions > 0
-    if "draft_rows" in pipeline and variant.endswith("one at a time"):
+    if "draft_rows" in PIPELINES[pipeline] and variant.endswith("one at a time"):
         assert engine.scheduler.drafting.counts["ngram"].accepted_tokens > 0
 
 

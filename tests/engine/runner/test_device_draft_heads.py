@@ -167,15 +167,18 @@ def test_blocks_on_disk_have_the_heads_keys(
 @pytest.mark.parametrize("kind", ["mtp", "eagle3", "medusa"])
 def test_a_whole_load_and_its_steps(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the stand-in for CUDA: the head is measured with its target and has graphs, and the host waits for
-    nothing but the event of each step and of each pass of a draft.
+    nothing but the event of each step and of each pass of a draft. Layers are few, since Triton's kernels are
+    interpreted.
     """
     monkeypatch.setenv("LLMBOX_KERNELS", "triton")
     monkeypatch.setattr(profile, "DRAFT_MODEL_ROWS", 8)
     if kind == "mtp":
-        small = add_mtp(make_predictable(make_family(tmp_path / "model", "glm4_moe")), "deepseek")
-        options: dict[str, Any] = {}
+        few = {"num_hidden_layers": 1, "first_k_dense_replace": 2, "vocab_size": 98}
+        model = make_predictable(make_family(tmp_path / "model", "glm4_moe", **few))
+        small, options = add_mtp(model, "deepseek"), dict[str, Any]()
     else:
-        small = make_target(tmp_path / "model", vocab_size=98)
+        layers = 4 if kind == "eagle3" else 1
+        small = make_target(tmp_path / "model", vocab_size=98, num_hidden_layers=layers)
         head = tmp_path / "head"
         make_eagle3(head, small, vocab_size=98) if kind == "eagle3" else make_medusa(head, small)
         options = {"draft_path": str(head)}

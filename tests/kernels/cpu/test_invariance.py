@@ -66,12 +66,20 @@ def of_level(level: str, *more: str | dict[str, str]) -> Any:
     return (nightly if level in LEVELS[1:-1] else pytest.param)(level, *more)
 
 
+QUANTS = {
+    "none": ("auto", "int8"),
+    "int8": ("auto",),
+    "int4": ("int8",),
+    "int8-g32": ("auto",),
+    "int4-g128": ("int8",),
+}
+"""Formats of weights; of the KV cache beside each in the suite, since products know nothing of the cache."""
 # The best instruction set in every format; the others differ only in how a product is spelt.
 FORMATS = [
     of_level(LEVELS[0], "float32", "none", "auto"),
     *(
-        of_level(LEVELS[0], "bfloat16", quant, kv)
-        for quant, kv in product(("none", "int8", "int4", "int8-g32", "int4-g128"), ("auto", "int8"))
+        (pytest.param if kv in QUANTS[quant] else nightly)(LEVELS[0], "bfloat16", quant, kv)
+        for quant, kv in product(QUANTS, ("auto", "int8"))
     ),
     *(
         of_level(level, "bfloat16", *kinds)

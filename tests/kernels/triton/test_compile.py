@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gpu.compile import SCANS
 from support.lanes import NIGHTLY, nightly
 
 ROOT = Path(__file__).parents[3]
@@ -54,6 +55,7 @@ def test_every_kernel_compiles_and_fits(tmp_path: Path, target: int, choice: str
         assert by_name.keys() <= declared
         return
     assert declared == set(by_name)
+    assert LONGEST_LOOP.keys() == SCANS
     for name, most in LONGEST_LOOP.items():
         assert 0 < max(kernel["loop"] for kernel in by_name[name]) <= most, name
     # Prompts and products of many rows must reach Hopper's own tensor core instructions.

@@ -174,25 +174,20 @@ def test_the_focus_stays_where_it_is_while_the_list_changes(window: Window):
     assert window.panel.box.run("unpin", "tiny").code == 0
 
 
-def test_pages_fit_and_are_accessible(window: Window, axe: str):
-    """axe-core finds nothing serious in light or dark, and no page is wider than the window."""
+def test_pages_fit_are_accessible_and_show_the_focus(window: Window, axe: str):
+    """axe-core finds nothing serious in light or dark, and no page is wider than the window.
+
+    Nor at twice the size: a window of 1280 by 860 at 200 % is one of 640 by 430. There the focus is seen.
+    """
     page = window.page
     found = []
     for name, path in PAGES.items():
+        page.set_viewport_size({"width": 1280, "height": 860})
         window.open(path)
         page.locator("h1").wait_for()
         found += [(name, *each) for each in (*serious_problems(page, axe), *misfits(page))]
-    assert found == []
-
-
-def test_at_twice_the_size_pages_fit_and_the_focus_is_seen(window: Window):
-    """A window of 1280 by 860 at 200 % is one of 640 by 430."""
-    page = window.page
-    page.set_viewport_size({"width": 640, "height": 430})
-    found = []
-    for name, path in PAGES.items():
-        window.open(path)
-        page.locator("h1").wait_for()
+        page.emulate_media(color_scheme="light")
+        page.set_viewport_size({"width": 640, "height": 430})
         if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
             found.append((name, "is wider than the window"))
         found += [(name, each) for each in unseen_focus(page)]

@@ -160,11 +160,13 @@ def some_model(state: str = "ready", *, pinned: bool = False, context: int = 102
 
 
 @pytest.mark.parametrize("code", HELP)
-@pytest.mark.parametrize("model", [None, some_model(), some_model("failed"), some_model(pinned=True)])
-@pytest.mark.parametrize("key", ["", "my key"])
-def test_each_remedy_is_a_form_a_page_or_a_command_that_exists(
-    code: str, model: ModelStatus | None, key: str
-):
+def test_each_remedy_is_a_form_a_page_or_a_command_that_exists(code: str):
+    for model in (None, some_model(), some_model("failed"), some_model(pinned=True)):
+        for key in ("", "my key"):
+            check_remedies(code, model, key)
+
+
+def check_remedies(code: str, model: ModelStatus | None, key: str):
     record = RequestRecord(
         id="r", created=0.0, model="my model", endpoint="/v1", http_status=400, key=key, error_code=code
     )
