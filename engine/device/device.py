@@ -191,6 +191,13 @@ class Uploader:
             for numbers, (start, stop) in zip(arrays, places, strict=True)
         ]
 
+    def upload_to(self, target: Tensor, numbers: "array[int]") -> None:
+        """Copy an array to a contiguous tensor of the same size and type on the device."""
+        host = self._room(-(-len(numbers) * numbers.itemsize // _ALIGNMENT) * _ALIGNMENT)
+        host = host.view(target.dtype)
+        host.copy_(torch.frombuffer(numbers, dtype=target.dtype))
+        self._device.copy(host, target)
+
     def _room(self, size: int) -> Tensor:
         if self._used + size > len(self._hosts[self._turn]):
             # Earlier copies of this step keep the old buffer.

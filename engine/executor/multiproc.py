@@ -112,11 +112,12 @@ class AsyncMultiprocExecutor(MultiprocExecutor):
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         with self._watchdog.guarding():
-            if (urgent := self._local.urgent_capture) is not None:
-                self._capture(urgent)
             size = self._local.size_for(plan)
             self._workers.send(self._encoder.encode(plan, size))
-            return self._local.launch_sized(plan, size)
+            launched = self._local.launch_sized(plan, size)
+            if (urgent := self._local.urgent_capture) is not None:
+                self._capture(urgent)
+            return launched
 
     def collect(self, handle: LaunchedStep) -> StepResult:
         answers = self._workers.layout.answers

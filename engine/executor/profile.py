@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Final
 
 import torch
 
@@ -24,7 +25,7 @@ from ..model_config.vision.config import IMAGE_ROWS
 from ..planning.memory_model import CUDA_CONTEXT, capture_sizes, graphs_reserve
 from ..planning.memory_plan import MemoryPlan
 from ..runner.block_memory import ModelCaches
-from ..runner.cuda_graphs import CudaCapture
+from ..runner.cuda_graphs import CudaCapture, GraphSize
 from ..runner.draft_head import DeviceHeadRunner
 from ..runner.draft_model import DraftModel
 from ..runner.gpu_inputs import DeviceSizes
@@ -33,6 +34,9 @@ from ..runner.image_rows import EncodedImages
 from .warmup import num_warmup_blocks, run_warmup, trial_image
 
 log = logging.getLogger("llmbox.engine")
+
+EARLY_SECONDS: Final = 3.0
+"""Time that captures may add to a load."""
 
 
 class CudaMeter:
@@ -52,6 +56,12 @@ class CudaMeter:
     def peak(self) -> int:
         """Return the maximum of `allocated` since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self._device)
+
+    def reserved_peak(self) -> int:
+        """Return the maximum since `reset_peak` of what the allocator holds: also what it cannot use, as free
+        pieces of its blocks are too small.
+        """
+        return torch.cuda.max_memory_reserved(self._device)
 
     def reset_peak(self) -> None:
         torch.cuda.empty_cache()
@@ -131,16 +141,35 @@ def make_device_runner(
     meter = CudaMeter(device, free_before)
     on_device = CudaDevice(device)
     kinds = 1 + config.plans_adapters  # steps with adapters have graphs of their own
-    sizes = len(capture_sizes(max(plan.step_rows, parts.draft_rows)))
-    graphs = graphs_reserve(kinds * sizes) if config.cuda_graphs else 0
+    most = max(plan.step_rows, parts.draft_rows)
+    graphs = graphs_reserve(kinds * len(capture_sizes(most))) if config.cuda_graphs else 0
+    if graphs and parts.model.rank.layout.ranks == 1:  # graphs that draw hold logits, float32 at most
+        graphs += 4 * most * parts.model.config.vocab_size
     row_counts = parts.model.ops.warmup_batch_sizes
     make = partial(build, parts, device=on_device, make_capture=None, graphs_bytes=0)
     models = 1 if parts.draft is None or parts.draft.kv_shape is None else 2  # Medusa heads have no graphs
     plan = profile_kv_blocks(config, plan, meter, models * graphs, make, row_counts, agree)
     make_capture = partial(CudaCapture, device) if config.cuda_graphs else None
     runner = build(parts, plan, on_device, make_capture, graphs)
-    runner.prepare()  # captures the largest graph; the others follow between requests
+    for each in (runner, *(proposer.executor for proposer in runner.proposers)):
+        assert isinstance(each, GPUModelRunner)
+        capture_early(each, agree)
     return runner, plan
+
+
+def capture_early(
+    runner: GPUModelRunner, agree: Agree = int, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Capture the graphs that most steps run from, for at most `EARLY_SECONDS`. The others follow while the
+    engine is idle. All ranks capture the same sizes: one that none is left for, or no time, ends it for all.
+    """
+    end = clock() + EARLY_SECONDS
+    while True:
+        early = runner.early_capture if clock() < end else None
+        rows = agree(0 if early is None else early.rows)
+        if not rows:
+            return
+        runner.capture(GraphSize(rows, is_adapted=False))
 
 
 def build(
@@ -204,7 +233,7 @@ def profile_kv_blocks(
     block_bytes = plan.block_size * plan.kv_bytes_per_token
     window_bytes = plan.block_size * plan.window_bytes_per_token
     caches = (needed + 1) * (block_bytes + window_bytes) + plan.state_bytes
-    workspace = max(0, meter.peak() - weights - caches)
+    workspace, reserved = (max(0, peak - weights - caches) for peak in (meter.peak(), meter.reserved_peak()))
     images = measure_images(runner, plan, meter)
     workspace += config.lora_bytes if config.plans_adapters else 0
     del runner
@@ -219,9 +248,9 @@ def profile_kv_blocks(
     if blocks < min(per_context, wanted):
         raise DoesNotFit(_refusal(measured, plan, blocks, per_context, block_bytes))
     log.info(
-        "memory measured: weights %s, a step %s, images %s, CUDA %s, graphs at most %s, %sKV %s "
-        "(estimated %s)",
-        *map(show_bytes, (weights, workspace, images, measured.runtime, graphs)),
+        "memory measured: weights %s, a step %s (%s with unused pieces), images %s, CUDA %s, "
+        "graphs at most %s, %sKV %s (estimated %s)",
+        *map(show_bytes, (weights, workspace, reserved, images, measured.runtime, graphs)),
         _show_states(measured),
         show_bytes(blocks * block_bytes + windows),
         show_bytes(plan.kv_bytes),

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ from ..planning.memory_model import capture_sizes
 
 log = logging.getLogger(__name__)
 
+EARLY: Final = 1, 2, 4, 8, 16, 32, 64
+"""Sizes to capture first after the largest: with them every step of up to 64 rows has a graph near it."""
 WANTED: Final = 16
 """Steps of a size after which its graph is captured even though the engine is never idle."""
 NEAR: Final = 2
@@ -24,10 +27,16 @@ class GraphSize(NamedTuple):
     rows: int
     is_adapted: bool
     """True for steps in which rows have an adapter."""
+    is_warm: bool = False
+    """True if a step of this size has just run without a graph, so that the capture waits for nothing."""
+
+
+Body = Callable[[int], None]
 
 
 class DecodeGraphs:
-    """Graphs of `body(size)`, a step of `size` rows whose inputs and outputs have fixed addresses.
+    """Graphs of `body(size)`, a step of `size` rows whose inputs and outputs have fixed addresses, and of
+    `draw(size)`, which ends those steps that need nothing else to sample.
 
     The largest graph is captured first, as smaller ones then reuse the memory of its pool.
     """
@@ -35,10 +44,11 @@ class DecodeGraphs:
     def __init__(
         self,
         capture: "CudaCapture",
-        body: Callable[[int], None],
+        body: Body,
         most: int,
         budget_bytes: int,
         *,
+        draw: Body | None = None,
         agree: Callable[[bool], bool] | None = None,
     ) -> None:
         """`most`: rows of the largest step. Capturing ends once `budget_bytes` are used up.
@@ -49,63 +59,75 @@ class DecodeGraphs:
         self._agree = agree
         self._capture = capture
         self._budget = budget_bytes
-        self._body = body
+        self._body, self._draw = body, draw
         self._sizes = capture_sizes(most)
-        self._replays: dict[int, Callable[[], None]] = {}
+        self._replays: dict[int, list[Callable[[], None]]] = {}
         self._wanted: Counter[int] = Counter()
         self._usable = True
+        self.urgent_size: int | None = None
+        """Size of the last step if at least `WANTED` steps needed its graph: to capture right after it."""
 
     @property
     def next_size(self) -> int | None:
-        """Size to capture next: the largest, then in ascending order."""
+        """Size to capture next: the largest, then those of `EARLY`, then in ascending order."""
         if not self._may_capture:
             return None
         left = [size for size in self._sizes if size not in self._replays]
-        return left[-1] if left == self._sizes else next(iter(left), None)
+        if left == self._sizes:
+            return left[-1]
+        return next((size for size in EARLY if size in left), next(iter(left), None))
+
+    @property
+    def early_size(self) -> int | None:
+        """Size to capture while the model loads; None if it can wait."""
+        size = self.next_size
+        return size if size in EARLY or not self._replays else None
 
     @property
     def bytes_taken(self) -> int:
         return self._capture.bytes_taken
 
     def size_for(self, rows: int) -> int | None:
-        """Return the size of the graph to pad to; None: run eagerly."""
+        """Return the size to pad to; None: run without padding. A step whose graph is wanted runs at its size
+        without a graph, which warms the capture up.
+        """
+        self.urgent_size = None
         exact = next((size for size in self._sizes if size >= rows), None)
         if exact is None or not self._usable:
             return None
         if exact not in self._replays:
             self._wanted[exact] += 1
+            if self._wanted[exact] >= WANTED and self._may_capture:
+                self.urgent_size = exact
+                return exact
         return next((size for size in sorted(self._replays) if exact <= size <= NEAR * exact), None)
-
-    @property
-    def urgent_size(self) -> int | None:
-        """Size that at least `WANTED` steps needed and that has no graph yet."""
-        if not self._may_capture:
-            return None
-        often = (size for size, count in self._wanted.items() if count >= WANTED)
-        return next((size for size in often if size not in self._replays), None)
 
     @property
     def _may_capture(self) -> bool:
         return self._usable and self._capture.bytes_taken < self._budget
 
-    def capture(self, size: int) -> None:
+    def capture(self, size: int, *, is_warm: bool = False) -> None:
         """Capture the graph of `size` rows. The inputs must name padding rows, as the warm-up writes KV.
+        `is_warm`: as of `GraphSize`.
 
         A failure turns graphs off on all ranks and has no other effect. Only a failure of a multi-rank
         warm-up raises: the other ranks wait for its collectives.
         """
-        replay, problem = self._try(size)
-        agreed = self._agree is None or self._agree(replay is not None)
-        if replay is not None and agreed:
-            self._replays[size] = replay
+        self.urgent_size = None
+        replays, problem = self._try(size, is_warm=is_warm)
+        agreed = self._agree is None or self._agree(bool(replays))
+        if replays and agreed:
+            self._replays[size] = replays
             return
         self._usable = False
         self._replays.clear()
         log.warning("CUDA graphs are off: capturing %d rows failed: %s", size, problem)
 
-    def _try(self, size: int) -> tuple[Callable[[], None] | None, object]:
-        """Capture one size: return its replay or None, and the reason to log where it is not used."""
-        warm = False
+    def _try(self, size: int, *, is_warm: bool) -> tuple[list[Callable[[], None]], object]:
+        """Capture one size: return its replays, none after a failure, and the reason to log where they are
+        not used.
+        """
+        warm = is_warm
 
         def body() -> None:
             nonlocal warm
@@ -113,17 +135,31 @@ class DecodeGraphs:
             warm = True
 
         try:
-            return self._capture.capture(body), "another rank could not"
+            replays = [self._capture.capture(body, is_warm=is_warm)]
+            if self._draw is not None:
+                draw = partial(self._draw, size)
+                if is_warm:
+                    draw()  # the step may have been drawn in another way
+                replays.append(self._capture.capture(draw, is_warm=is_warm))
         except Exception as error:  # drivers and compilers; everything works without graphs
             if self._agree is not None and not warm:
                 raise
-            return None, error
+            return [], error
+        return replays, "another rank could not"
 
     def has(self, size: int) -> bool:
         return size in self._replays
 
+    def draws(self, size: int) -> bool:
+        """Return True if steps of this size may be drawn by a graph too."""
+        return self._draw is not None and self.has(size)
+
     def replay(self, size: int) -> None:
-        self._replays[size]()
+        self._replays[size][0]()
+
+    def replay_draw(self, size: int) -> None:
+        """Draw from what `replay` has left."""
+        self._replays[size][1]()
 
 
 class CudaCapture:
@@ -141,13 +177,19 @@ class CudaCapture:
         self.bytes_taken = 0
         """Device memory of all graphs so far."""
 
-    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Run `body` once to warm up, then capture it; return its replay, which reuses inputs and outputs."""
-        # A capture releases the allocator's cached blocks: release them now, or they hide what the graph
-        # takes.
-        torch.cuda.empty_cache()
+    def capture(self, body: Callable[[], None], *, is_warm: bool = False) -> Callable[[], None]:
+        """Capture `body` and return its replay, which reuses inputs and outputs.
+
+        `body` runs once before, to warm up, when no request runs: the host waits for the device, and cached
+        memory is released, as it would hide what the graph takes. `is_warm`: `body` has just run, while
+        requests run; nothing is waited for or released.
+        """
+        if not is_warm:
+            torch.cuda.empty_cache()
         free = self._free()
-        self._warm_up(body)
+        if not is_warm:
+            self._warm_up(body)
+            torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):  # a capture that fails to end leaves its stream current
             self._record(graph, body)
@@ -155,13 +197,14 @@ class CudaCapture:
         return graph.replay
 
     def _record(self, graph: torch.cuda.CUDAGraph, body: Callable[[], None]) -> None:
-        # Other threads of the process (watchdogs, copies) may call CUDA meanwhile.
-        capturing = torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        )
+        # Not by `torch.cuda.graph`, which waits for the device and releases cached memory in any case. Other
+        # threads of the process (watchdogs, copies) may call CUDA meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            with capturing:
+            try:
                 body()
+            finally:
+                graph.capture_end()
         except BaseException:
             self._end_allocation()
             raise

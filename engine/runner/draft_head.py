@@ -331,7 +331,10 @@ class DeviceHeadRunner(GPUModelRunner):
         if not places:
             return LaunchedStep(self._device.record(), None, None)
         normed_SE, left_SE = self._hidden_RE[:count], self._fixed_2RE[1, :count]
-        row_S, length_S = self._decoding_4R[:2, :count]
+        row_S, length_S = self._decoding_of(size)[:2, :count]
+        if len(places) == count and (drawn := self._draw_by_graph(plan, size)) is not None:
+            self._states_of.leave(plan.rows, left_SE)
+            return drawn
         if len(places) < count:
             (place_S,) = self._uploader.upload(places)
             normed_SE, left_SE = normed_SE.index_select(0, place_S), left_SE.index_select(0, place_S)

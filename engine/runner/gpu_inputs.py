@@ -112,9 +112,12 @@ class DeviceAdapters(LoadedAdapters):
 
     def of_logits(self, requests: Sequence[Request]) -> LoraTiles | None:
         """Return the tiles of rows of logits, one for each request, where an adapter changes them."""
-        if not self or self._layers is None or not self._layers.changes_head:
-            return None
-        return upload_tiles(slots_of_requests(requests), self._uploader)
+        return upload_tiles(slots_of_requests(requests), self._uploader) if self.change_head else None
+
+    @property
+    def change_head(self) -> bool:
+        """True if an adapter changes the output head."""
+        return bool(self) and self._layers is not None and self._layers.changes_head
 
 
 def upload_tiles(slots_T: SlotRows, uploader: Uploader, into: Tensor | None = None) -> LoraTiles | None:

@@ -29,7 +29,7 @@ from ..model.decoder import Decoder
 from ..model.draft_heads import DraftHead
 from ..model.forward_context import ForwardContext
 from ..model.rotary import Rotary
-from ..sampling.device_sampler import DeviceSampler
+from ..sampling.device_sampler import DeviceSampler, DeviceSamplerOutput, draws_plainly
 from ..sampling.device_state import DeviceRequestState, SampledTokenFeedback
 from .block_memory import DeviceBlockMemory, ModelCaches
 from .cuda_graphs import CudaCapture, DecodeGraphs, GraphSize
@@ -94,10 +94,11 @@ class GPUModelRunner:
             lag=self.lag,
         )
         spare_row, _ = self._inputs.decoding_numbers([], [], 1)
-        self._spare = torch.tensor(spare_row, device=where).view(-1, 1)
-        self._decoding_4R = self._spare.repeat(1, sizes.rows)
-        """State row and length of each row of a decoding step, the slot to save its recurrent state to, and
-        its draft token: inputs of the graphs."""
+        self._spare_4 = torch.tensor(spare_row, device=where).view(-1, 1)
+        self._decoding = self._spare_4.repeat(1, sizes.rows).flatten()
+        """Memory of `_decoding_of`, an input of the graphs."""
+        self._numbers_R3 = torch.empty(sizes.rows, 3, dtype=torch.float64, device=where)
+        """Output of graphs that draw."""
         self._contexts = [1] * sizes.rows
         self._hidden_RE = torch.empty(sizes.rows, model.config.hidden_size, dtype=model.dtype, device=where)
         caches.clear([sizes.num_blocks], lambda: [sizes.window_blocks])
@@ -113,8 +114,10 @@ class GPUModelRunner:
         if capture is not None:
             agree = self._rank.communicator.all_agree if self._rank.layout.ranks > 1 else None
             most = max(ceil_div(sizes.max_running, self.stages), sizes.draft_rows)
+            # Ranks exchange rows of logits by operations that a graph may not hold.
+            draw = self._draw if agree is None and self._ops.sample is not None else None
             self._make_graphs = partial(
-                DecodeGraphs, capture, most=most, budget_bytes=graphs_bytes, agree=agree
+                DecodeGraphs, capture, most=most, budget_bytes=graphs_bytes, draw=draw, agree=agree
             )
             self.graphs = self._make_graphs(self._decode)
 
@@ -136,10 +139,11 @@ class GPUModelRunner:
         return self.caches.memory(self._device)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue a step on the device, capturing an urgent graph first."""
+        """Queue a step on the device, and capture its graph if that is urgent."""
+        launched = self.launch_sized(plan, self.size_for(plan))
         if (urgent := self.urgent_capture) is not None:
             self.capture(urgent)
-        return self.launch_sized(plan, self.size_for(plan))
+        return launched
 
     @torch.inference_mode()
     def launch_sized(self, plan: StepPlan, size: int) -> LaunchedStep:
@@ -186,13 +190,19 @@ class GPUModelRunner:
 
     @property
     def urgent_capture(self) -> GraphSize | None:
-        """Graph that is worth capturing while requests run; None if there is none."""
-        return self._capture_of(lambda graphs: graphs.urgent_size)
+        """Graph of the step that has just run, if it is worth capturing while requests run."""
+        size = self._capture_of(lambda graphs: graphs.urgent_size)
+        return None if size is None else size._replace(is_warm=True)
 
     @property
     def next_capture(self) -> GraphSize | None:
         """Next graph to capture while the engine is idle; None if none is left."""
         return self._capture_of(lambda graphs: graphs.next_size)
+
+    @property
+    def early_capture(self) -> GraphSize | None:
+        """Graph to capture while the model loads; None if the next one can wait."""
+        return self._capture_of(lambda graphs: graphs.early_size)
 
     def _capture_of(self, size_of: Callable[[DecodeGraphs], int | None]) -> GraphSize | None:
         for graphs, is_adapted in ((self.graphs, False), (self.adapted_graphs, True)):
@@ -218,10 +228,10 @@ class GPUModelRunner:
         graphs = self.adapted_graphs if size.is_adapted else self.graphs
         assert graphs is not None
         # The inputs still name the rows of the last step: the warm-up would write their KV once more.
-        self._decoding_4R.copy_(self._spare.expand_as(self._decoding_4R))
+        self._decoding_of(size.rows).copy_(self._spare_4.expand(-1, size.rows))
         self._contexts = [1] * len(self._contexts)
         self._adapters.tiles.fill_(-1)
-        graphs.capture(size.rows)
+        graphs.capture(size.rows, is_warm=size.is_warm)
 
     def _launch_decoding(self, plan: StepPlan, numbers: Sequence[int], size: int) -> LaunchedStep:
         self._run_decoding(plan, numbers, size)
@@ -229,14 +239,15 @@ class GPUModelRunner:
         if self._follower is not None:
             features_RF = self._hidden_RE if self._tapped_RF is None else self._tapped_RF
             self._features_TF = features_RF[:count].clone()  # the next step writes there
-        row_S, end_S = self._decoding_4R[:2, :count]
+        if (drawn := self._draw_by_graph(plan, size)) is not None:
+            return drawn
+        row_S, end_S = self._decoding_of(size)[:2, :count]
         return self._finish(self._hidden_RE[:count], plan.rows, numbers, row_S, end_S)
 
     def _run_decoding(self, plan: StepPlan, numbers: Sequence[int], size: int) -> None:
         """Compute a decoding step; without a graph of this size the padded rows run eagerly."""
         inputs, self._contexts[:size] = self._inputs.decoding_numbers(plan.rows, numbers, size)
-        (uploaded,) = self._uploader.upload(inputs)
-        self._decoding_4R[:, :size].copy_(uploaded.view(4, -1))
+        self._uploader.upload_to(self._decoding[: len(inputs)], inputs)
         is_adapted = self._adapters.are_of(plan.rows)
         if is_adapted:
             self._adapters.upload(plan.rows, size)
@@ -290,15 +301,43 @@ class GPUModelRunner:
             sampled = self._sampler.draw(logits_SV, requests, row_S, position_S)
         if not layout.is_first:
             self._feedback.send(sampled.ids_S)
+        return self._queue_results(sampled, extras)
+
+    def _queue_results(self, sampled: DeviceSamplerOutput, extras: StepExtras | None = None) -> LaunchedStep:
         host_SC = to_host(sampled.numbers_SC, self._device)
         return LaunchedStep(self._device.record(), sampled, host_SC, extras)
+
+    def _draw_by_graph(self, plan: StepPlan, size: int) -> LaunchedStep | None:
+        """Sample a decoding step by the graph that follows the one of its hidden states; None where there is
+        none, or a row needs more than its logits.
+        """
+        rows, graphs = plan.rows, self._graphs_of(plan.rows)
+        if graphs is None or not graphs.draws(size) or not all(map(draws_plainly, rows)):
+            return None
+        if self._adapters.change_head and self._adapters.are_of(rows):
+            return None
+        graphs.replay_draw(size)
+        requests = [row.request for row in rows for _ in range(row.num_tokens)]
+        return self._queue_results(DeviceSamplerOutput.of_plain(self._numbers_R3[: len(requests)], requests))
+
+    def _draw(self, size: int) -> None:
+        """Sample the first `size` rows of `_hidden_RE` and write to `_numbers_R3`: the body of graphs."""
+        row_N, end_N = self._decoding_of(size)[:2]
+        logits_NV = self._model.logits(self._hidden_RE[:size])
+        self._numbers_R3[:size].copy_(self._sampler.draw_plain(logits_NV, row_N, end_N + self.lag))
+
+    def _decoding_of(self, size: int) -> Tensor:
+        """Return the inputs [4, size] of a decoding step: state row and length of each row, the slot to save
+        its recurrent state to, and its draft token.
+        """
+        return self._decoding[: 4 * size].view(4, size)
 
     def _decode(self, size: int, *, is_adapted: bool = False) -> None:
         """Decode the first `size` sequences and write hidden states to `_hidden_RE`: the body of graphs.
 
         `is_adapted`: apply adapters to the rows that `DeviceAdapters.tiles` names.
         """
-        decoding_4N = self._decoding_4R[:, :size]
+        decoding_4N = self._decoding_of(size)
         ids_N, ragged = self._inputs.decode(
             decoding_4N,
             self._contexts[:size],

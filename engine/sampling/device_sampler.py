@@ -36,9 +36,23 @@ class DeviceSamplerOutput:
     requests: list[Request]
     top: int
 
+    @classmethod
+    def of_plain(cls, numbers_S3: Tensor, requests: list[Request]) -> "DeviceSamplerOutput":
+        """Return the output of rows that `draws_plainly` is true of."""
+        return cls(numbers_S3, numbers_S3[:, 0], requests, 0)
+
     def read(self, rows: Sequence[Sequence[float]]) -> list[SampledToken | str]:
         """Build the token or the error of each row, from `numbers_SC` on the host."""
         return read_samples(rows, self.requests, self.top)
+
+
+def draws_plainly(row: ScheduledRequest) -> bool:
+    """Return True if a row needs nothing to be sampled but its logits and its row of the request state, so
+    that a graph can do it: no logits processor, grammar or log-probabilities.
+    """
+    request = row.request
+    is_free = request.mask is None and not any(row.draft_masks)
+    return is_free and not request.edits_logits and request.params.logprobs is None
 
 
 class DeviceSampler:
@@ -65,6 +79,12 @@ class DeviceSampler:
         wanted = LogprobsRequest.of(requests, self._vocab_size)
         numbers_SC = self._draw_numbers(logits_SV, requests, row_S, position_S, wanted)
         return DeviceSamplerOutput(numbers_SC, numbers_SC[:, 0].long(), requests, wanted.top)
+
+    def draw_plain(self, logits_SV: Tensor, row_S: Tensor, position_S: Tensor) -> Tensor:
+        """Do what `draw` does for rows that `draws_plainly` is true of, from device tensors alone. Returns
+        float64 [S, 3].
+        """
+        return self._draw_numbers(logits_SV, [], row_S, position_S, LogprobsRequest(False, 0))
 
     def draw_verified(
         self, logits_SV: Tensor, planned: Sequence[ScheduledRequest], row_S: Tensor, position_S: Tensor

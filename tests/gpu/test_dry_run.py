@@ -52,7 +52,7 @@ def test_an_engine_is_measured_to_its_idle_clocks(report, monkeypatch, variant):
     with fake_cuda(Card(multiprocessors=2), blank=True) as cuda:
         sections.whole_engine(report, "8B", PEAKS)
         assert report.failures == []
-        assert cuda.card.graphs == 2
+        assert cuda.card.graphs == 4, "two sizes, each with its draws"
         assert cuda.card.allocated < 1 << 20, "the engine is gone"
     for work in ("decode 2 x 16", "decode 1 x 40", "prompt of 20", "2 requests of 8 in, 3 out"):
         assert "tok/s" in cells(report, work)

@@ -90,8 +90,9 @@ class FakeCapture:
         self.replays = 0
         self._fail_at = fail_at
 
-    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        body()
+    def capture(self, body: Callable[[], None], *, is_warm: bool = False) -> Callable[[], None]:
+        if not is_warm:
+            body()
         if self._fail_at == self.bytes_taken:
             raise RuntimeError("no room for this graph")
         self.bytes_taken += 1

@@ -1,6 +1,8 @@
 """The KV pool is what a trial step leaves of the budget."""
 
+import logging
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,10 +11,19 @@ import torch
 
 from llmbox.engine.config import DRAFT_MODEL_ROWS, EngineConfig
 from llmbox.engine.errors import DoesNotFit
-from llmbox.engine.executor.profile import CudaMeter, MemoryProfile, profile_kv_blocks, select_gpu
+from llmbox.engine.executor import profile
+from llmbox.engine.executor.profile import (
+    EARLY_SECONDS,
+    CudaMeter,
+    MemoryProfile,
+    capture_early,
+    profile_kv_blocks,
+    select_gpu,
+)
 from llmbox.engine.executor.warmup import DRAWS, largest_step, run_warmup, warmup_steps
 from llmbox.engine.planning.estimator import MemoryPlan
 from llmbox.engine.planning.memory_model import CUDA_CONTEXT, graphs_reserve
+from llmbox.engine.runner.cuda_graphs import GraphSize
 from support.fake_nvml import FakeGpu, FakeNvml
 
 PLAN = MemoryPlan(
@@ -33,6 +44,9 @@ class FakeMeter:
 
     def peak(self) -> int:
         return self.most
+
+    def reserved_peak(self) -> int:
+        return self.most + 50
 
     def reset_peak(self) -> None:
         self.most = 0
@@ -67,6 +81,39 @@ def test_blocks_fill_what_is_left():
     plan = fit(step=3100)
     # 5000 - 1000 weights - 3100 step - 300 runtime - 100 graphs = 500: 50 blocks, one of them spare
     assert (plan.num_blocks, plan.workspace_bytes) == (49, 3500)
+
+
+def test_the_log_has_the_peak_with_what_the_allocator_cannot_use(monkeypatch, caplog):
+    monkeypatch.setattr(profile, "show_bytes", str)
+    caplog.set_level(logging.INFO)
+    fit(step=3100)
+    assert "a step 3100 (3150 with unused pieces)" in caplog.text
+
+
+def test_early_captures_end_with_their_time_or_where_one_rank_has_none_left():
+    captured, left = list[int](), [256, 1, 2, 4]
+
+    class Runner:
+        @property
+        def early_capture(self) -> GraphSize | None:
+            return GraphSize(left[0], is_adapted=False) if left else None
+
+        def capture(self, size: GraphSize) -> None:
+            captured.append(left.pop(0))
+            assert captured[-1] == size.rows
+
+    runner = Runner()
+
+    def after(calls: int) -> Callable[[], float]:
+        times = iter([0.0] * calls)
+        return lambda: next(times, EARLY_SECONDS + 1.0)
+
+    capture_early(runner, clock=after(3))
+    assert captured == [256, 1]
+    capture_early(runner, agree=lambda rows: rows * (rows < 4), clock=after(9))
+    assert captured == [256, 1, 2]
+    capture_early(runner, clock=after(9))
+    assert captured == [256, 1, 2, 4]
 
 
 def test_blocks_of_windows_are_kept_free():

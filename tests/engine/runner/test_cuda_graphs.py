@@ -26,7 +26,7 @@ class FakeCuda:
         self.free, self.kept = 1000, KEPT
         self.seen: set[str] = set()
         self.ran: list[tuple[str, bool]] = []
-        self.capturing = False
+        self.capturing = self.serving = False
         self.ended: list[tuple[int, int]] = []
         self._fails = fails
         self._streams = 0
@@ -44,23 +44,27 @@ class FakeCuda:
         finally:
             self.current = before
 
-    @contextmanager
-    def graph(self, graph, pool, stream, capture_error_mode):
+    def graph(self) -> SimpleNamespace:
+        return SimpleNamespace(capture_begin=self.begin, capture_end=self.end, replay="replay")
+
+    def begin(self, pool, capture_error_mode) -> None:
         assert (pool, capture_error_mode) == ((0, 1), "thread_local")
-        self.empty_cache()
-        self.current, self.capturing = stream.name, True  # as torch's: put back only where all went well
-        before = "default"
-        try:
-            yield
-        finally:
-            self.capturing = False
-            if self._fails:
-                raise RuntimeError("operation failed due to a previous error during capture")
-            self.free -= GRAPH
-            self.current = before
+        assert self.current != self.default
+        self.capturing = True
+
+    def end(self) -> None:
+        self.capturing = False
+        if self._fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.free -= GRAPH
 
     def empty_cache(self) -> None:
+        assert not self.serving
         self.free, self.kept = self.free + self.kept, 0
+
+    def synchronize(self, device: torch.device) -> None:
+        assert device == GPU
+        assert not self.serving
 
     def body(self) -> None:
         self.ran.append((self.current, self.capturing))
@@ -79,12 +83,11 @@ def cuda(monkeypatch, request):
     stand_ins = {
         "graph_pool_handle": lambda: (0, 1),
         "Stream": fake.new_stream,
-        "CUDAGraph": lambda: SimpleNamespace(replay="replay"),
-        "graph": fake.graph,
+        "CUDAGraph": fake.graph,
         "stream": fake.stream,
         "current_stream": lambda _: current,
         "current_device": lambda: GPU.index,
-        "synchronize": lambda _: None,
+        "synchronize": fake.synchronize,
         "empty_cache": fake.empty_cache,
         "mem_get_info": lambda _: (fake.free, 2000),
     }
@@ -100,6 +103,17 @@ def test_graphs_share_a_stream_and_what_libraries_keep_for_it(cuda):
     assert cuda.ran == [("side 1", False), ("side 1", True)] * 3, "each warmed up where it is captured"
     assert capture.bytes_taken == WORKSPACE + 3 * GRAPH, "memory that was only kept hides nothing"
     assert cuda.ended == []
+
+
+def test_a_capture_while_requests_run_waits_for_nothing_and_keeps_the_cache(cuda):
+    capture = CudaCapture(GPU)
+    capture.capture(cuda.body)
+    cuda.ran.clear()
+    cuda.free, cuda.kept, cuda.serving = cuda.free - KEPT, KEPT, True
+    taken = capture.bytes_taken
+    assert capture.capture(cuda.body, is_warm=True) == "replay"
+    assert cuda.ran == [("side 1", True)], "no second warm-up"
+    assert capture.bytes_taken == taken + GRAPH
 
 
 @pytest.mark.parametrize("cuda", [True], indirect=True)
@@ -125,6 +139,14 @@ def graphs(most=64, budget=ROOM, **options):
     return DecodeGraphs(FakeCapture(**options), ran.append, most, budget), ran
 
 
+def capture_all(subject):
+    order = []
+    while (size := subject.next_size) is not None:
+        subject.capture(size)
+        order.append(size)
+    return order
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 60, 64, 256, 300, 1000])
 def test_sizes_end_with_the_most_and_waste_little(most):
     sizes = capture_sizes(most)
@@ -135,13 +157,16 @@ def test_sizes_end_with_the_most_and_waste_little(most):
         assert filled - rows <= max(7, rows // 4)
 
 
-def test_the_largest_is_captured_first_then_the_smallest():
-    subject, ran = graphs(16)
-    order = []
-    while (size := subject.next_size) is not None:
-        subject.capture(size)
-        order.append(size)
-    assert order == ran == [16, 1, 2, 4, 8]
+def test_the_largest_is_captured_first_then_those_that_are_near_every_step():
+    subject, ran = graphs(96)
+    assert capture_all(subject) == ran == [96, 1, 2, 4, 8, 16, 32, 64, 24, 40, 48, 56, 80]
+    late, _ = graphs(96)
+    while (size := late.early_size) is not None:
+        late.capture(size)
+    assert late.next_size == 24, "it can wait"
+    assert {rows: late.size_for(rows) for rows in (3, 17, 33, 65)} == {3: 4, 17: 32, 33: 64, 65: 96}
+    few, ran = graphs(3)
+    assert capture_all(few) == ran == [3, 1, 2]
 
 
 def test_a_near_larger_graph_is_used_until_the_right_one_is_there():
@@ -156,14 +181,38 @@ def test_a_near_larger_graph_is_used_until_the_right_one_is_there():
 
 
 def test_a_size_that_steps_keep_asking_for_is_captured_in_between():
-    subject, _ = graphs()
+    """Right after a step of this size that ran without a graph."""
+    subject, ran = graphs()
     for _ in range(WANTED - 1):
-        subject.size_for(3)
+        assert subject.size_for(3) is None
     assert subject.urgent_size is None
-    subject.size_for(4)
-    assert subject.urgent_size == 4
+    assert subject.size_for(4) == subject.urgent_size == 4
+    assert not subject.has(4)
+    assert subject.size_for(9) is None
+    assert subject.urgent_size is None, "another step has run since"
+    assert subject.size_for(3) == subject.urgent_size == 4
+    subject.capture(4, is_warm=True)
+    assert ran == [], "it was warm"
+    assert subject.urgent_size is None
+    assert subject.size_for(3) == 4
+
+
+def test_draws_are_a_second_graph():
+    ran = []
+    subject = DecodeGraphs(FakeCapture(), ran.append, 4, ROOM, draw=lambda size: ran.append(-size))
     subject.capture(4)
-    assert subject.urgent_size is None
+    assert ran == [4, -4]
+    assert subject.draws(4)
+    assert not subject.draws(2)
+    ran.clear()
+    subject.replay(4)
+    assert ran == [4]
+    subject.replay_draw(4)
+    assert ran == [4, -4]
+    ran.clear()
+    subject.capture(2, is_warm=True)
+    assert ran == [-2], "its step may have been drawn otherwise"
+    assert not graphs()[0].draws(4)
 
 
 def test_a_failure_turns_graphs_off_and_says_why(caplog):

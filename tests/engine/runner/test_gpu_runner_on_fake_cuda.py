@@ -4,11 +4,14 @@ CUDA: memory that is counted, copies that are late, graphs that record, kernels 
 
 import logging
 from array import array
+from dataclasses import replace
 
 import pytest
 
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.kv_store import usage
+from llmbox.engine.runner import cuda_graphs
+from llmbox.engine.runner.cuda_graphs import WANTED
 from llmbox.engine.sampling_params import SamplingParams
 from support.encoder_models import make_encoder
 from support.fake_cuda import Card, fake_cuda
@@ -16,6 +19,8 @@ from support.kv_tiers import write_out
 from support.real_engines import ask, load, run
 from support.tiny_models import make_tiny_model
 
+STEP_LAUNCHES = 4
+"""Of a decoding step without changes: the copy of its inputs, two graphs, the copy of what was drawn."""
 SIZES = {"dtype": "float32", "max_running": 2, "token_budget": 16, "context": 40, "speculate": "off"}
 
 
@@ -76,10 +81,8 @@ def test_a_model_is_loaded_measured_captured_and_served(model, monkeypatch, capl
     with fake_cuda(Card(multiprocessors=2)) as cuda:
         engine = load(model, device="cuda", **SIZES, memory_bytes=None)
         assert engine.info.backend == "triton"
-        assert cuda.card.graphs == 1, "the largest; it serves before the others are there"
-        while engine.prepare():
-            pass
-        assert cuda.card.graphs == 2
+        assert cuda.card.graphs == 4, "two for each number of rows"
+        assert not engine.prepare()
         waited, events = len(cuda.queue.waits), cuda.queue.event_waits
         seen = run(engine, requests())
         assert cuda.queue.waits[waited:] == []
@@ -91,6 +94,34 @@ def test_a_model_is_loaded_measured_captured_and_served(model, monkeypatch, capl
         assert drawn(seen[name]) == drawn(outputs)
     assert "memory measured" in caplog.text
     assert "CUDA graphs are off" not in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*encountered in")
+def test_a_graph_is_captured_between_steps_and_nothing_waits(model, monkeypatch):
+    """Before, a step is padded to the larger graph; after, it is two graphs and a copy each way."""
+    monkeypatch.setattr(cuda_graphs, "EARLY", ())
+    wanted = ask("drawn", [7, 8, 9], WANTED + 8, temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=3)
+    ruled = ask("ruled", [7, 8, 9], 4, temperature=0.9, repetition_penalty=1.5, seed=3)
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    expected = run(load(model, **SIZES), [wanted, ruled])
+    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
+    with fake_cuda(Card(multiprocessors=2)) as cuda:
+        engine = load(model, device="cuda", **SIZES, memory_bytes=None)
+        assert cuda.card.graphs == 2
+        waited = len(cuda.queue.waits)
+        seen, steps = run(engine, [wanted]), []
+        assert cuda.card.graphs == 4
+        seen |= run(engine, [ruled])
+        engine.add(replace(wanted, request_id="again"))
+        while engine.has_work:
+            before = cuda.queue.launches
+            seen.setdefault("again", []).extend(engine.step().outputs)
+            steps.append(cuda.queue.launches - before)
+        assert cuda.queue.waits[waited:] == []
+        assert min(steps[2:-1]) == STEP_LAUNCHES, steps
+    assert drawn(seen["drawn"]) == drawn(seen["again"]) == drawn(expected["drawn"])
+    assert drawn(seen["ruled"]) == drawn(expected["ruled"])
 
 
 @pytest.mark.slow

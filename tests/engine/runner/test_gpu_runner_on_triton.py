@@ -1,5 +1,7 @@
 """The runner over the Triton kernels in their interpreter, those that only it calls included."""
 
+from collections import Counter
+
 import pytest
 
 from support.families import make_family
@@ -10,6 +12,8 @@ from support.tiny_models import make_tiny_model
 from support.triton_interpreter import turn_on
 
 turn_on()
+
+from llmbox.engine.runner.cuda_graphs import DecodeGraphs
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 FAMILY_SIZES = [
@@ -110,3 +114,44 @@ def test_penalties_go_on_exactly_after_a_preemption(tmp_path, monkeypatch):
     engine = device_engine(model, **options)
     assert tokens(engine, requests) == expected
     assert engine.stats().preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_draws_in_graphs_are_those_beside_them(tmp_path, monkeypatch):
+    """Through a preemption and an abort, with neighbors whose rules keep whole steps out of these graphs."""
+    model = make_tiny_model(tmp_path, tokenizer=False, num_hidden_layers=1, vocab_size=99)
+    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
+    draws = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_p": 0.8, "min_p": 0.02},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 0.8, "repetition_penalty": 1.2},
+    ]
+    requests = [ask(f"r{n}", [*range(3, 9), n + 20], 14, seed=n, **each) for n, each in enumerate(draws)]
+    sizes = {"max_running": 3, "token_budget": 16, "kv_tokens": 44, "context": 40, "block_size": 4}
+
+    def answer(capture):
+        engine = device_engine(model, capture=capture, dtype="float32", **sizes)
+        while engine.prepare():
+            pass
+        assert engine.add(ask("gone", range(3, 12), 20, temperature=1.0)) is None
+        for _ in range(4):
+            engine.step()
+        assert engine.abort("gone") is not None
+        answers = tokens(engine, requests)
+        assert engine.stats().preemptions > 0
+        engine.scheduler.check()
+        return answers
+
+    expected, replays = answer(None), Counter()
+    replay, replay_draw = DecodeGraphs.replay, DecodeGraphs.replay_draw
+    monkeypatch.setattr(
+        DecodeGraphs, "replay", lambda self, size: (replays.update(["steps"]), replay(self, size))
+    )
+    monkeypatch.setattr(
+        DecodeGraphs, "replay_draw", lambda self, size: (replays.update(["draws"]), replay_draw(self, size))
+    )
+    assert answer(FakeCapture()) == expected
+    assert 3 < replays["draws"] < replays["steps"]

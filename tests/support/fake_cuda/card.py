@@ -24,6 +24,7 @@ class Card:
     allocated: int = 0
     peak: int = 0
     reserved: int = 0
+    reserved_peak: int = 0
     graphs: int = 0
     _seen: dict[int, int] = field(default_factory=dict)
 
@@ -45,11 +46,15 @@ class Card:
         self.allocated += size
         self.peak = max(self.peak, self.allocated)
         self.reserved = max(self.reserved, self.allocated)
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
         weakref.finalize(storage, self._release, key, size)
 
     def _release(self, key: int, size: int) -> None:
         self._seen.pop(key, None)
         self.allocated -= size
+
+    def reset_peaks(self) -> None:
+        self.peak, self.reserved_peak = self.allocated, self.reserved
 
     def empty_cache(self) -> None:
         self.reserved = self.allocated

@@ -155,6 +155,10 @@ def _cuda(card: Card, queue: Queue) -> dict[str, Any]:
         card.open()
         return card.free, card.total
 
+    def empty_cache() -> None:
+        queue.wait("cudaFree")
+        card.empty_cache()
+
     def current(stream: Stream | None) -> Any:
         @contextmanager
         def inside() -> Iterator[None]:
@@ -190,8 +194,9 @@ def _cuda(card: Card, queue: Queue) -> dict[str, Any]:
         "memory_allocated": lambda _device=None: card.allocated,
         "max_memory_allocated": lambda _device=None: card.peak,
         "memory_reserved": lambda _device=None: card.reserved,
-        "reset_peak_memory_stats": lambda _device=None: setattr(card, "peak", card.allocated),
-        "empty_cache": card.empty_cache,
+        "max_memory_reserved": lambda _device=None: card.reserved_peak,
+        "reset_peak_memory_stats": lambda _device=None: card.reset_peaks(),
+        "empty_cache": empty_cache,
         "synchronize": lambda _device=None: queue.wait("synchronize"),
         "Stream": Stream,
         "Event": Event,
@@ -203,8 +208,6 @@ def _cuda(card: Card, queue: Queue) -> dict[str, Any]:
 
 
 def _patch_graphs(stack: ExitStack, card: Card, queue: Queue) -> None:
-    """`torch.cuda.graph` itself stays, with graphs of ours in it."""
-
     def taken() -> None:
         card.graphs += 1
 
@@ -213,7 +216,6 @@ def _patch_graphs(stack: ExitStack, card: Card, queue: Queue) -> None:
             super().__init__(queue, taken)
 
     stack.enter_context(mock.patch.object(torch.cuda, "CUDAGraph", CardsGraph))
-    stack.enter_context(mock.patch.object(torch.cuda.graph, "default_capture_stream", Stream.current))
     for name in ("_cuda_endAllocateToPool", "_host_emptyCache"):  # not in a PyTorch without CUDA
         stack.enter_context(mock.patch.object(torch._C, name, mock.Mock(return_value=None), create=True))
 
