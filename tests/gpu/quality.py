@@ -69,7 +69,7 @@ def table(report: Report, load: Callable[[str, str], Engine], formats: Sequence[
     plain: Found | None = None
     for number, (quant, kv) in enumerate(formats):
         if report.left < LEAST_SECONDS:
-            report.skipped(len(formats) - number)
+            report.skipped([" and ".join(each) for each in formats[number:]])
             return
         try:
             found = measure(load(quant, kv), sequences)
