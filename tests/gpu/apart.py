@@ -202,8 +202,8 @@ def busy_heard(
     return gone
 
 
-def tell_lines(report: Report, make: Make, *, limit: float, spare: float = 0.0) -> None:
-    """One process after another; the lines that the pieces say are the report's.
+def tell_lines(report: Report, make: Make, *, limit: float, spare: float = 0.0, processes: int = 1) -> None:
+    """The lines that the pieces say are the report's.
 
     `spare`: seconds before the end in which nothing is begun.
     """
@@ -218,7 +218,7 @@ def tell_lines(report: Report, make: Make, *, limit: float, spare: float = 0.0) 
         elif isinstance(message, Ended) and message.error:
             report.failed(f"{name}: {message.error}", message.details)
 
-    left_out = run(make, hear, end=time.monotonic() + report.left - spare, limit=limit)
+    left_out = run(make, hear, end=time.monotonic() + report.left - spare, limit=limit, processes=processes)
     report.skipped(left_out)
 
 

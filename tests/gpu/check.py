@@ -22,8 +22,10 @@ from gpu.report import FAILED, Report, versions
 from llmbox.kernels.cpu.isa import cache_folder
 
 SECTIONS = {
+    "smoke": (40, 90),
     "correctness": (60, 160),
     "engine-8B": (150, 230),
+    "profile": (20, 50),
     "ranks": (20, 40),
     "kernels": (70, 190),
     "engine-0.6B": (40, 100),
@@ -34,7 +36,7 @@ SECTIONS = {
     "quality": (25, 70),
 }
 """Seconds: what is kept for each whatever those before it take, and what it may take while others follow."""
-SECOND_CALL: tuple[str, ...] = ()
+SECOND_CALL = ("tune",)
 """Sections that only --only runs: they find constants, and need the time of a call of their own."""
 GRACE = 20
 """Seconds of these, the last ones, in which nothing new is begun."""

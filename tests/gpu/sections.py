@@ -30,8 +30,14 @@ def main() -> None:
     bind_to_parent(os.getppid())
     report = Report(options.seconds)
     match options.name.split("-"):
+        case ["smoke"]:
+            smoke(report)
         case ["correctness"]:
             correctness(report, options.seed)
+        case ["profile"]:
+            profile(report)
+        case ["tune"]:
+            tune(report)
         case ["ranks"]:
             ranks(report)
         case ["kernels"]:
@@ -48,6 +54,12 @@ def main() -> None:
             parser.error(f"no section {options.name}")
 
 
+def smoke(report: Report) -> None:
+    from gpu import smoke as tokens
+
+    tokens.report_smoke(report)
+
+
 def correctness(report: Report, seed: int) -> None:
     """In several processes, as most of it is compiling."""
     from gpu import checking
@@ -57,6 +69,18 @@ def correctness(report: Report, seed: int) -> None:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     setting = Setting(torch.device("cuda"), dtypes, tiny=False, seed=seed)
     checking.in_processes(report, setting, max(1, min(8, (os.cpu_count() or 1) // 2)))
+
+
+def profile(report: Report) -> None:
+    from gpu import profiling
+
+    profiling.report_profile(report)
+
+
+def tune(report: Report) -> None:
+    from gpu import tuning
+
+    tuning.report_best(report)
 
 
 def ranks(report: Report) -> None:
