@@ -22,12 +22,12 @@ from gpu.report import FAILED, Report, versions
 from llmbox.kernels.cpu.isa import cache_folder
 
 SECTIONS = {
-    "smoke": (40, 90),
+    "smoke": (50, 120),
     "correctness": (60, 160),
     "engine-8B": (150, 230),
     "profile": (20, 50),
     "ranks": (20, 40),
-    "kernels": (70, 190),
+    "kernels": (60, 190),
     "engine-0.6B": (40, 100),
     "engine-30B-A3B": (35, 80),
     "transformers": (30, 70),

@@ -10,7 +10,7 @@ import torch
 
 from gpu import ahead, apart, check, engine_speed, idle, whole_engine
 from gpu.report import Report
-from gpu.shapes import SHAPES, step_floor
+from gpu.shapes import SHAPES, experts_read, parameters, step_floor
 from llmbox.engine.device import device as devices
 from llmbox.engine.errors import DoesNotFit
 from support.broken_groups import is_gone, run_here
@@ -228,3 +228,16 @@ def test_what_a_section_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch
     assert report.lines == ["begun", "\nkernels: stopped, out of time."]
     assert time.monotonic() - started < 60
     assert is_gone(int(child.read_text()))
+
+
+def test_experts_that_no_row_takes_are_not_read() -> None:
+    """Qwen3-30B-A3B: 30.5 billion weights, 3.3 of them for a token."""
+    shape = SHAPES["30B-A3B"]
+    assert parameters(shape) == pytest.approx(30.5e9, rel=0.01)
+    assert [round(experts_read(shape, batch), 1) for batch in (1, 8, 256)] == [8.0, 51.6, 128.0]
+    assert experts_read(SHAPES["8B"], 64) == 1.0
+    peaks = {"bytes": 4.3e12, "bf16": 780e12, "fp8": 1500e12}
+    info = SimpleNamespace(quant="fp8", weights_bytes=31e9, kv_bytes_per_token=98304)
+    one, many = (step_floor(info, shape, peaks, batch, 512) for batch in (1, 64))
+    assert one == pytest.approx((2.72e9 + 0.62e9 + 0.05e9) / 4.3e12, rel=0.01), "layers, head in bf16, KV"
+    assert many == pytest.approx(7.8e-3, rel=0.03), "nearly all experts"
