@@ -1,5 +1,6 @@
 """Sections of `make gpu-check`: their time, what breaks in them, and what a card has no room for."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from gpu.report import Report
 from gpu.shapes import SHAPES, experts_read, parameters, step_floor
 from llmbox.engine.device import device as devices
 from llmbox.engine.errors import DoesNotFit
+from llmbox.kernels.cpu.isa import cache_folder
 from support.broken_groups import is_gone, run_here
 
 
@@ -241,3 +243,27 @@ def test_experts_that_no_row_takes_are_not_read() -> None:
     one, many = (step_floor(info, shape, peaks, batch, 512) for batch in (1, 64))
     assert one == pytest.approx((2.72e9 + 0.62e9 + 0.05e9) / 4.3e12, rel=0.01), "layers, head in bf16, KV"
     assert many == pytest.approx(7.8e-3, rel=0.03), "nearly all experts"
+
+
+def test_all_sections_share_one_cache_and_what_is_left_out_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Engines choose the data folder's cache themselves: kernels that are checked before must be there."""
+    begun: list[tuple[str, str | None]] = []
+
+    def run_section(_report: Report, name: str, *_: object) -> None:
+        begun.append((name, os.environ.get("TRITON_CACHE_DIR")))
+
+    stand_ins = {"why_not": lambda: None, "versions": lambda: "a GPU", "measured_peaks": lambda _: {}}
+    for name, stand_in in {**stand_ins, "run_section": run_section}.items():
+        monkeypatch.setattr(check, name, stand_in)
+    monkeypatch.setattr(ahead, "begin", lambda _: None)
+    monkeypatch.setenv("LLMBOX_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # put back after the test
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    out = tmp_path / "check.md"
+    monkeypatch.setattr(check.sys, "argv", ["check", "--only", "smoke,kernels,tune", "--out", str(out)])
+    assert check.main() == 0
+    cache = str(cache_folder() / "triton")
+    assert begun == [("smoke", cache), ("kernels", cache), ("tune", cache)]
+    assert "Not asked for: correctness, engine-8B, profile, ranks," in out.read_text()
