@@ -100,8 +100,8 @@ mutate: .venv/dev ## plant small mistakes; the simulator or a test must notice e
 bench-peers: .venv/dev ## the same load on vLLM, llama.cpp and ik_llama.cpp; PEERS says where they are
 	$(BIN)/python -P tests/bench/peers.py $(PEERS)
 
-# Wherever torch and triton are: no environment is made. ARGS="--only correctness" and the like.
-gpu-check: ## correctness and speed on a GPU; writes gpu-check.md
+# Wherever torch and triton are: no environment is made. ARGS="--only smoke,correctness", ARGS="--only tune".
+gpu-check: ## tokens, kernels and speed on a GPU; writes gpu-check.md
 	PYTHONPATH=packaging/tree:tests $(PYTHON) -m gpu.check $(ARGS)
 
 # The kernels' machine code for GPUs that are not here. ARGS="--targets 89 --group attention" and the like.

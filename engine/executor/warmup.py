@@ -87,9 +87,11 @@ def decoding(plan: MemoryPlan, count: int, **draws: Any) -> StepPlan:
 
 
 def prompts(plan: MemoryPlan, tokens: int) -> list[ScheduledRequest]:
-    """Build rows of `tokens` tokens in as few prompts as the context allows."""
+    """Build rows of `tokens` tokens in as few prompts as the context allows, or fewer tokens if that would be
+    more prompts than run at once.
+    """
     rows: list[ScheduledRequest] = []
-    while tokens > 0:
+    while tokens > 0 and len(rows) < plan.max_running:
         length = min(tokens, plan.context - 1)
         rows.append(sequence(plan, length, length, f"prompt {len(rows)}"))
         tokens -= length

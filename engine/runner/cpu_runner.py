@@ -129,7 +129,8 @@ class CPUModelRunner:
     def _build_batch(self, rows: list[ScheduledRequest]) -> StepBatch:
         caches = self.caches
         has_more = caches.has_window_blocks or caches.states is not None or bool(self.adapters)
-        if has_more or self._follower is not None or not all(map(decodes, rows)):
+        is_on_gpu = self._device.type != "cpu"  # without overlap this runner computes there too
+        if is_on_gpu or has_more or self._follower is not None or not all(map(decodes, rows)):
             return build_batch(
                 rows,
                 self._block_size,

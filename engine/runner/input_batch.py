@@ -233,7 +233,8 @@ def long_rows(rows: Sequence[ScheduledRequest]) -> "bool | array[int]":
 def rope_rows(rotary: Rotary, rows: Sequence[ScheduledRequest], positions_T: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cos and sin rows of a step."""
     is_long = long_rows(rows) if rotary.short_context else False
-    if isinstance(is_long, bool) and positions_T.dim() == 1 and len(rows) == len(positions_T):
+    is_decoding = positions_T.dim() == 1 and len(rows) == len(positions_T)
+    if isinstance(is_long, bool) and is_decoding and positions_T.device.type == "cpu":
         return rotary.decoding_rows(positions_T, [row.start for row in rows], is_long=is_long)
     flags = is_long if isinstance(is_long, bool) else to_device(is_long, positions_T.device).bool()
     return rotary.rows(positions_T, flags)

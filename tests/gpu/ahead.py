@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gpu import apart
 from gpu.report import Report
 from gpu.shapes import SHAPES
 
@@ -31,7 +32,7 @@ def begin(sections: Sequence[str]) -> "subprocess.Popen[str] | None":
     if not sections or sections[0] != "correctness" or not sizes:
         return None
     command = [sys.executable, "-m", "gpu.ahead", *sizes]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def end(process: "subprocess.Popen[str] | None", report: Report) -> None:
@@ -41,20 +42,21 @@ def end(process: "subprocess.Popen[str] | None", report: Report) -> None:
     try:
         told, _ = process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        process.kill()  # its own processes end with it
+        apart.kill_group(process)
         told, _ = process.communicate()
     done = ", ".join(told.splitlines())
     report.say(f"\nKernels compiled ahead, beside the checks, for {done or 'no engine'}.")
 
 
 def main() -> None:
-    from gpu.sections import engine_variants
+    from gpu.whole_engine import engine_variants
     from llmbox.engine.hardware.proc import bind_to_parent
 
+    bind_to_parent(os.getppid())
     processes = at_once(torch.cuda.mem_get_info()[0], os.cpu_count() or 1)
     if not processes:
         return
-    work = [(size, *variant) for size in sys.argv[1:] for variant in engine_variants()]
+    work = [(size, *variant) for size in sys.argv[1:] for variant in engine_variants(size)]
     with ProcessPoolExecutor(processes, get_context("spawn"), bind_to_parent, (os.getpid(),)) as pool:
         for done in as_completed([pool.submit(load, *each) for each in work]):
             print(done.result(), flush=True)
@@ -68,7 +70,7 @@ def at_once(free: int, cores: int) -> int:
 def load(size: str, name: str, options: dict[str, Any]) -> str:
     """What it was, and how long it took; or why there was nothing."""
     from gpu import engine_speed
-    from gpu.sections import CONTEXTS
+    from gpu.whole_engine import CONTEXTS
 
     started = time.monotonic()
     try:

@@ -6,6 +6,7 @@ out if they must be. Writes a table. Exit status 1 if anything is wrong, 2 witho
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -15,22 +16,28 @@ from pathlib import Path
 
 import torch
 
-from gpu import ahead
+from gpu import ahead, apart
 from gpu.bars import BARS
 from gpu.report import FAILED, Report, versions
+from llmbox.kernels.cpu.isa import cache_folder
 
 SECTIONS = {
+    "smoke": (50, 120),
     "correctness": (60, 160),
     "engine-8B": (150, 230),
+    "profile": (20, 50),
     "ranks": (20, 40),
-    "kernels": (80, 190),
-    "engine-0.6B": (45, 100),
-    "transformers": (40, 70),
-    "continuous": (30, 60),
+    "kernels": (60, 190),
+    "engine-0.6B": (40, 100),
+    "engine-30B-A3B": (35, 80),
+    "transformers": (30, 70),
+    "continuous": (25, 60),
     "pictures": (15, 40),
-    "quality": (30, 70),
+    "quality": (25, 70),
 }
 """Seconds: what is kept for each whatever those before it take, and what it may take while others follow."""
+SECOND_CALL = ("tune",)
+"""Sections that only --only runs: they find constants, and need the time of a call of their own."""
 GRACE = 20
 """Seconds of these, the last ones, in which nothing new is begun."""
 
@@ -45,23 +52,29 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the inputs; printed")
     options = parser.parse_args()
     names = options.only.split(",")
-    if unknown := set(names) - set(SECTIONS):
+    if unknown := set(names) - {*SECTIONS, *SECOND_CALL}:
         parser.error(f"no section {', '.join(unknown)}")
     problem = why_not()
     if problem:
         print(f"gpu-check: {problem}", file=sys.stderr)
         return 2
+    # One cache for kernels that are checked, timed and loaded with engines, which would choose this one.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))
     options.out.write_text("")
     report = Report(60 * options.minutes, options.out)
     report.say("# GPU check\n")
     report.say(versions())
     peaks = measured_peaks(report)
-    compiling = ahead.begin(names)
+    compiling = None
     for place, name in enumerate(names, 1):
+        compiling = compiling or ahead.begin(names[place - 1 :])
         arguments = ["--seed", str(options.seed), "--peaks", json.dumps(peaks)]
         run_section(report, name, seconds_for(name, names[place:], report.left), arguments)
         ahead.end(compiling, report)
         compiling = None
+    left_out = [name for name in SECTIONS if name not in names]
+    if left_out:
+        report.say(f"\nNot asked for: {', '.join(left_out)}.")
     report.say("\n## Bars, of one H200 and the 8B shape in bf16\n")
     for what, bar in BARS.items():
         report.say(f"- {what}: {bar}")
@@ -73,8 +86,8 @@ def seconds_for(name: str, later: Sequence[str], left: float) -> float:
     """In which this section may begin something, so that those after it have theirs. The last has all."""
     if not later:
         return left - GRACE
-    least, most = SECTIONS[name]
-    kept = sum(SECTIONS[other][0] for other in later)
+    least, most = SECTIONS.get(name, (left, left))
+    kept = sum(SECTIONS[other][0] for other in later if other in SECTIONS)
     return min(most, max(least, left - kept), left) - GRACE
 
 
@@ -93,8 +106,9 @@ def measured_peaks(report: Report) -> dict[str, float]:
 
     found = peaks()
     torch.cuda.empty_cache()
-    rates = (f"{name} {value / 1e12:.0f} TFLOP/s" for name, value in found.items() if name != "bytes")
-    report.say(f"\nMeasured peaks: copy {found['bytes'] / 1e12:.2f} TB/s; {', '.join(rates)}.")
+    moved = f"copy {found['bytes'] / 1e12:.2f} TB/s, reading {found['read'] / 1e12:.2f} TB/s"
+    rates = (f"{name} {found[name] / 1e12:.0f} TFLOP/s" for name in ("bf16", "fp8") if name in found)
+    report.say(f"\nMeasured peaks: {moved}; {', '.join(rates)}.")
     return found
 
 
@@ -104,23 +118,29 @@ def run_section(report: Report, name: str, seconds: float, arguments: list[str])
         report.say(f"\n{name}: out of time.")
         return
     command = [sys.executable, "-m", "gpu.sections", name, "--seconds", str(seconds), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # A group of its own: what it has started holds the pipe too, and is ended with it.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     stopped = threading.Event()
 
     def stop() -> None:
         """Also what says nothing any more."""
         stopped.set()
-        process.kill()
+        apart.kill_group(process)
 
     timer = threading.Timer(seconds + GRACE, stop)
     timer.start()
     assert process.stdout is not None
-    for line in process.stdout:
-        report.say(line.rstrip("\n"))
-        if line.startswith(FAILED):
-            report.failures.append(line)
-    status = process.wait()
-    timer.cancel()
+    try:
+        for line in process.stdout:
+            report.say(line.rstrip("\n"))
+            if line.startswith(FAILED):
+                report.failures.append(line)
+    except BaseException:
+        apart.kill_group(process)
+        raise
+    finally:
+        status = process.wait()
+        timer.cancel()
     if stopped.is_set():
         report.say(f"\n{name}: stopped, out of time.")
     elif status:

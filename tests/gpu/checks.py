@@ -1,7 +1,8 @@
 """What a check of a kernel is, and how near it must come."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ class Check:
     name: str
     error: float
     limit: float
+    note: str = ""
+    """What is told of it though it is no failure."""
 
     @property
     def passed(self) -> bool:
@@ -33,6 +36,11 @@ class Check:
 
 
 Checks = Iterator[Check]
+
+
+class Group(NamedTuple):
+    name: str
+    run: Callable[[], Checks]
 
 
 def distance(got: Tensor, exact: Tensor) -> float:

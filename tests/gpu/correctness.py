@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from gpu import adapters, fp8_products, pictures, recurrent, sampling
-from gpu.checks import LIMIT, Check, Checks, Setting, distance, name_of
+from gpu.checks import LIMIT, Check, Checks, Group, Setting, distance, name_of
 from gpu.variants import row_format_at_load
 from llmbox.kernels.activation import XIELU, Activation
 from llmbox.kernels.op_types import Mixture
@@ -27,7 +28,7 @@ from llmbox.kernels.triton.linear.linear import (
     WeightOnlyIntLinear,
     dequantize,
 )
-from llmbox.kernels.triton.linear.quantize_activations import quantize_rows
+from llmbox.kernels.triton.linear.quantize_activations import Rows8, quantize_rows
 from llmbox.kernels.triton.linear.tile_config import has_fp8
 from llmbox.kernels.triton.linear.weight_packing import pack_grouped
 from llmbox.kernels.weight_packing import to_numbers
@@ -37,10 +38,12 @@ from support.poison import poisoned_memory
 FP8 = torch.float8_e4m3fn
 SHAPES = [((32, 8), 128), ((14, 2), 64), ((5, 1), 80), ((8, 8), 96)]
 """Query and kv heads, head dim."""
+NEAR = 0.01
+"""||got - other|| / ||other|| of rows in 8 bits: a few codes may be the next ones."""
 
 
-def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
-    """Each runs a group of checks, so that a caller may stop between two."""
+def all_checks(setting: Setting) -> Iterator[Group]:
+    """In groups, each for one dtype, so that a caller may stop between two."""
     groups = (
         attention,
         families,
@@ -64,14 +67,21 @@ def all_checks(setting: Setting) -> Iterator[Callable[[], list[Check]]]:
         advance,
     )
 
-    def run(group: Callable[[Setting, torch.dtype], Checks], dtype: torch.dtype) -> list[Check]:
-        torch.manual_seed(setting.seed)
-        with poisoned_memory():
-            return list(group(setting, dtype))
-
     for dtype in setting.dtypes:
         for group in groups:
-            yield lambda group=group, dtype=dtype: run(group, dtype)
+            yield Group(name_of(title(group), dtype), partial(run, group, setting, dtype))
+
+
+def run(group: Callable[[Setting, torch.dtype], Checks], setting: Setting, dtype: torch.dtype) -> Checks:
+    torch.manual_seed(setting.seed)
+    with poisoned_memory():
+        yield from group(setting, dtype)
+
+
+def title(group: Callable[..., Checks]) -> str:
+    """Its function's name, and its module's where that is not this one."""
+    module = "" if group.__module__ == __name__ else group.__module__.rpartition(".")[2]
+    return f"{module} {group.__name__.removeprefix('checks')}".replace("_", " ").strip().replace("  ", " ")
 
 
 def made_at_load(setting: Setting) -> list[Quant]:
@@ -246,20 +256,50 @@ def rows(setting: Setting, dtype: torch.dtype) -> Checks:
 
 
 def fused_rows(setting: Setting, dtype: torch.dtype) -> Checks:
-    """Bits of the 8-bit rows that norms and gates leave against those of a pass of their own."""
+    """Bits of the 8-bit rows that norms and gates leave against those of a pass of their own.
+
+    Two kernels are compared, which the compiler may contract or lay out differently: bits that differ are
+    told, and numbers that do are failures.
+    """
     for row_format in filter(None, map(row_format_at_load, made_at_load(setting))):
         for width in (200,) if setting.tiny else (1000, 4096, 12288):
             x, residual, weight = (setting.randn(*s, dtype=dtype) for s in ((5, width), (5, width), (width,)))
             normed, left = norm_rows(x, residual.clone(), weight, 1e-6, row_format)
             plain, _ = norm_rows(x, residual, weight, 1e-6, None)
             gated, also_left = gate_rows(torch.cat((x, residual), 1), "silu", row_format)
-            unequal = [not torch.equal(normed, plain)]
-            for rows8, wide in ((left, normed), (also_left, gated)):
-                pairs = zip(rows8, quantize_rows(wide, row_format), strict=True)
-                bits = [[each.contiguous().view(torch.uint8) for each in pair] for pair in pairs]
-                unequal += [not torch.equal(*pair) for pair in bits]
-            name = name_of("rows left in 8 bits", dtype, row_format.dtype, row_format.group, "width", width)
-            yield Check(name, sum(unequal) / len(unequal), 0.0)
+            name = name_of(dtype, row_format.dtype, row_format.group, "width", width)
+            yield alike(f"norm beside rows in 8 bits {name}", normed, plain, LIMIT[dtype])
+            for what, rows8, wide in (("norm", left, normed), ("gate", also_left, gated)):
+                assert rows8 is not None
+                apart = quantize_rows(wide, row_format)
+                parts = zip(rows8, apart, strict=True)
+                yield alike(
+                    f"rows left in 8 bits by the {what} {name}",
+                    widened(rows8),
+                    widened(apart),
+                    NEAR,
+                    unequal=sum(unequal_numbers(*pair) for pair in parts),
+                )
+
+
+def alike(name: str, got: Tensor, other: Tensor, limit: float, unequal: int | None = None) -> Check:
+    """Near enough; how many numbers differ in their bits is a note."""
+    count = unequal_numbers(got, other) if unequal is None else unequal
+    note = f"differs in the bits of {count} numbers" if count else ""
+    return Check(name, distance(got, other), limit, note)
+
+
+def unequal_numbers(got: Tensor, other: Tensor) -> int:
+    size = got.element_size()
+    bits = [each.contiguous().view(torch.uint8).view(-1, size) for each in (got, other)]
+    return int((bits[0] != bits[1]).any(1).sum())
+
+
+def widened(rows8: Rows8) -> Tensor:
+    """What they stand for."""
+    inputs, groups = rows8.numbers.shape[1], rows8.scales.shape[1]
+    group = 128 if groups > 1 else inputs
+    return rows8.numbers.float() * rows8.scales.repeat_interleave(group, 1)[:, :inputs]
 
 
 def wide_weights(packed: object) -> Tensor:

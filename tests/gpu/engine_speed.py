@@ -38,6 +38,9 @@ class RandomWeights:
     dtype: torch.dtype
     device: torch.device
     rank: Any
+    spread: float = 0.02
+    on_host: bool = False
+    """Made there and copied: the same numbers for every device."""
     bytes_made: int = field(default=0)
 
     def vector(self, name: str, size: int) -> Tensor:
@@ -45,7 +48,11 @@ class RandomWeights:
         return torch.ones(size, dtype=self.dtype, device=self.device)
 
     def packed(self, asked: WeightRequest) -> Any:
-        weight_OI = torch.empty(asked.shape, dtype=self.dtype, device=self.device).normal_(0, 0.02)
+        if self.on_host:
+            weight_OI = torch.empty(asked.shape).normal_(0, self.spread).to(self.dtype).to(self.device)
+        else:
+            weight_OI = torch.empty(asked.shape, dtype=self.dtype, device=self.device)
+            weight_OI.normal_(0, self.spread)
         bias_O = torch.zeros(asked.shape[0], dtype=self.dtype, device=self.device) if asked.bias else None
         self.bytes_made += weight_OI.nbytes
         return pack(self.ops, asked.kind, weight_OI, bias_O)
@@ -57,19 +64,19 @@ class RandomWeights:
         """Everything that was asked for was made."""
 
 
-def random_weights(config: ModelConfig, wanted: WeightsWanted, _progress: object) -> Loaded:
+def random_weights(config: ModelConfig, wanted: WeightsWanted, _progress: object, **options: Any) -> Loaded:
     torch.manual_seed(1)
-    source = RandomWeights(wanted.ops, wanted.dtype, wanted.device, wanted.rank)
+    source = RandomWeights(wanted.ops, wanted.dtype, wanted.device, wanted.rank, **options)
     return build_model(config, source), source.bytes_made
 
 
-def engine(shape: dict[str, Any], **options: Any) -> Engine:
+def engine(shape: dict[str, Any], weights: Any = random_weights, **options: Any) -> Engine:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         config = EngineConfig(
             model_path=folder, name="random", prefix_cache=False, **{"device": "cuda", **options}
         )
-        with mock.patch("llmbox.engine.executor.rank_engine.load_weights", random_weights):
+        with mock.patch("llmbox.engine.executor.rank_engine.load_weights", weights):
             return load_engine(config, lambda _: None)
 
 

@@ -80,7 +80,7 @@ def all_work() -> Iterator[Callable[[], Work]]:
         for batch, context in ((1, 8192), (256, 1536)):
             yield partial(decode, batch, context, kv_dtype)
     yield partial(decode, 256, 1536, BF16, deterministic=True)
-    for tokens, past in ((2048, 0), (8192, 0), (2048, 6144)):
+    for tokens, past in ((2048, 0), (8192, 0), (2048, 6144), (32768, 0)):
         yield partial(prefill, tokens, past)
     for rows in (1, 16, 64, 256, 4096):
         floats = ["fp8", "fp8-static", "fp8-block"] if has_fp8(DEVICE) else []

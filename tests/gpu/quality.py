@@ -6,10 +6,12 @@ brings along): prompts are rendered here, without the daemon's processes for tha
 
 import gc
 import json
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import jinja2
@@ -46,6 +48,8 @@ ALSO_ON_CPUS: tuple[Format, ...] = (("int8", "auto"), ("int4", "auto"), ("none",
 ANSWER_TOKENS = 100
 LEAST_SECONDS = 10
 """For one more row."""
+PARTS, MOST_ROUNDING = 10, 0.02
+"""Sequences of the text that a CPU reads too, and how far perplexity in bfloat16 may be from it."""
 MOST_LOSS = 0.1
 """Of perplexity: more than this is no rounding."""
 
@@ -69,7 +73,7 @@ def table(report: Report, load: Callable[[str, str], Engine], formats: Sequence[
     plain: Found | None = None
     for number, (quant, kv) in enumerate(formats):
         if report.left < LEAST_SECONDS:
-            report.skipped(len(formats) - number)
+            report.skipped([" and ".join(each) for each in formats[number:]])
             return
         try:
             found = measure(load(quant, kv), sequences)
@@ -109,7 +113,27 @@ def of_gpu() -> list[Format]:
 
 
 def on_gpu(quant: str, kv: str) -> Engine:
-    return load_engine(config_for(ASSETS, None, device="cuda", quant=quant, kv_dtype=kv), lambda _: None)
+    return load_builtin(quant=quant, kv_dtype=kv)
+
+
+def load_builtin(*, device: str = "cuda", threads: int | None = None, **options: Any) -> Engine:
+    return load_engine(config_for(ASSETS, threads, device=device, **options), lambda _: None)
+
+
+def compare_with_cpu(report: Report, load: Callable[..., Engine]) -> None:
+    """Perplexity of a part of the text beside that of plain torch in float32, and the answers."""
+    parts = sequences_of(ASSETS, TEXT.read_text(encoding="utf-8"))[:PARTS]
+    engine = load()
+    found = measure(engine, parts)
+    with mock.patch.dict(os.environ, LLMBOX_KERNELS="reference"):
+        exact = perplexity(load_builtin(device="cpu", dtype="float32", threads=4), parts)
+    loss, of = found.perplexity / exact - 1, f"{found.right} of {len(IN_SCOPE)} answers are right"
+    shown = f"perplexity {found.perplexity:.3f}, {exact:.3f} in float32 on the CPU"
+    report.say(f"- built-in model, {found.backend}: {shown} ({loss:+.2%}); {of}")
+    if not abs(loss) < MOST_ROUNDING:
+        report.failed(f"built-in model: {shown}")
+    if found.right < len(IN_SCOPE) / 2:
+        report.failed(f"built-in model: only {of}")
 
 
 def in_plain_torch(quant: str, kv: str) -> Engine:

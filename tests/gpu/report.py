@@ -3,7 +3,7 @@
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,10 +13,13 @@ FAILED = "**FAILED**"
 
 @dataclass
 class Report:
-    """`total`: seconds for everything. `out`: a file that has each line at once, whatever ends the run."""
+    """`total`: seconds for everything. `out`: a file that has each line at once, whatever ends the run.
+    `listener`: gets the lines of a piece that runs in a process of its own.
+    """
 
     total: float
     out: Path | None = None
+    listener: Callable[[str], None] | None = None
     lines: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     _started: float = field(default_factory=time.monotonic)
@@ -30,8 +33,11 @@ class Report:
         self.say(f"\n## {title}\n")
 
     def say(self, line: str) -> None:
-        print(line, flush=True)
         self.lines.append(line)
+        if self.listener is not None:
+            self.listener(line)
+            return
+        print(line, flush=True)
         if self.out is not None:
             with self.out.open("a") as file:
                 file.write(f"{line}\n")
@@ -43,14 +49,17 @@ class Report:
     def row(self, cells: Sequence[object]) -> None:
         self.say("| " + " | ".join(map(str, cells)) + " |")
 
-    def skipped(self, count: int) -> None:
-        if count:
-            self.say(f"\nNot measured, out of time: {count} more.")
+    def skipped(self, names: Sequence[str]) -> None:
+        if names:
+            self.say(f"\nNot measured, out of time: {len(names)} more, {', '.join(names)}.")
 
-    def failed(self, what: str) -> None:
+    def failed(self, what: str, details: str = "") -> None:
+        """`details`: a traceback, for the file."""
         self.failures.append(what)
         self.say("")
         self.say(f"{FAILED}: {what}")
+        if details:
+            self.say(f"\n```\n{details.rstrip()}\n```\n")
 
 
 def versions() -> str:

@@ -11,18 +11,23 @@ import torch
 
 from gpu import (
     adapters,
+    apart,
     beside,
     engine_speed,
     fp8_products,
+    kernel_pieces,
     kernel_speed,
+    linear_shapes,
     little_kernels,
     recurrent,
     sampler_speed,
     sdpa_rule,
     sections,
+    whole_engine,
 )
 from gpu.report import Report
 from gpu.shapes import SHAPES
+from support.broken_groups import run_here
 from support.builtin_model import IN_SCOPE
 
 ROOT = Path(__file__).parents[2]
@@ -114,12 +119,12 @@ def test_an_engine_of_random_weights_is_measured(monkeypatch: pytest.MonkeyPatch
     report = Report(100.0)
     report.section("Engine")
     for name, sizes in {"BATCHES": (2,), "PROMPTS": (64, 2000), "SHORT": 60, "LONG": 200, "LATE": 40}.items():
-        monkeypatch.setattr(sections, name, sizes)
+        monkeypatch.setattr(whole_engine, name, sizes)
     for name, size in {"REQUESTS": 3, "PROMPT": 20, "OUTPUT": 4}.items():
         monkeypatch.setattr(beside, name, size)
-    monkeypatch.setattr(sections, "idle_clocks", lambda _: None)
+    monkeypatch.setattr(whole_engine, "idle_clocks", lambda _: None)
     peaks = {"bytes": 1e10, "bf16": 1e11}
-    sections.figures(report, engine, shape, peaks, full=True, big=True)
+    whole_engine.figures(report, engine, shape, peaks, full=True, big=True, with_bar=True)
     assert not engine.has_work
     rows = [line.split(" | ")[0] for line in report.lines if line.startswith("| ")]
     assert rows[2:] == [
@@ -141,11 +146,15 @@ def test_floors_of_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_speed, "DEVICE", torch.device("cpu"))
     for name, size in {"HIDDEN": 128, "FFN": 128, "VOCAB": 500, "SETS_BYTES": 1 << 12}.items():
         monkeypatch.setattr(kernel_speed, name, size)
+    small = dict.fromkeys(linear_shapes.PRODUCTS, (96, 128))
+    monkeypatch.setattr(linear_shapes, "PRODUCTS", small)
     timed = []
     monkeypatch.setattr(kernel_speed, "times", lambda variants: timed.append(list(variants)) or {"ours": 1.0})
     works = [
         kernel_speed.decode(2, 64, torch.int8),
         kernel_speed.prefill(32, 0),
+        linear_shapes.product("o", 3),
+        linear_shapes.product("down", linear_shapes.FEW + 1),
         kernel_speed.linear(3, "int4"),
         kernel_speed.linear(3, "fp8"),
         kernel_speed.linear(3, "w8a8"),
@@ -165,9 +174,10 @@ def test_floors_of_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     peaks = {"bytes": 1e12, "bf16": 1e14, "fp8": 2e14}
     speeds = [kernel_speed.measure(work, peaks) for work in works]
-    assert all(variants[0] == "ours" for variants in timed)
+    assert timed[2:4] == [["cuBLAS", "Triton", "GEMV"], ["cuBLAS", "Triton"]]
+    assert all(variants[0] == "ours" for variants in timed[:2] + timed[4:])
     assert "SDPA, gathered" in timed[1]
-    assert "made wide, cuBLAS" in timed[7]
+    assert "made wide, cuBLAS" in timed[9]
     decode = 2 * 2 * 64 * 8 * (128 + 4)
     assert speeds[0].floor_ms == pytest.approx(decode / 1e12 * 1e3)
     assert all(0 < speed.floor_ms < 1 for speed in speeds)
@@ -195,13 +205,41 @@ def test_products_by_torch_are_measured_where_it_has_them(
 
 
 def test_a_section_out_of_time_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, and nothing of it is made."""
+    monkeypatch.setattr(apart, "run", run_here)
+    monkeypatch.setattr(kernel_speed, "DEVICE", torch.device("cpu"))
     report = Report(0.0)
-    monkeypatch.setattr(kernel_speed, "all_work", lambda: iter([None, None]))
-    monkeypatch.setattr(sdpa_rule, "pair", None)  # not called
     sections.kernels(report, {})
-    others = recurrent.all_work(torch.device("cpu")), little_kernels.all_work(), adapters.all_work()
-    left = 2 + sum(len(list(work)) for work in others)
-    assert f"out of time: {left} more" in report.lines[-1]
+    left = list(kernel_pieces.pieces({}, 0.0))
+    assert f"out of time: {len(left)} more, product qkv 1, product o 1," in report.lines[-1]
+    assert "decode 256 1536 bfloat16 deterministic=True" in report.lines[-1]
+    assert report.lines[-1].endswith("long prompts through SDPA.")
+    assert len({piece.name for piece in left}) == len(left)
+
+
+def test_a_kernel_that_breaks_or_does_not_fit_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def huge() -> kernel_speed.Work:
+        raise torch.cuda.OutOfMemoryError
+
+    def broken() -> kernel_speed.Work:
+        raise ValueError("no such tile")
+
+    monkeypatch.setattr(apart, "run", run_here)
+    monkeypatch.setattr(linear_shapes, "all_work", lambda: iter([huge, broken]))
+    for module in (kernel_speed, recurrent, little_kernels, adapters):
+        monkeypatch.setattr(module, "all_work", lambda *_: iter([]))
+    monkeypatch.setattr(sdpa_rule, "pair", lambda tokens, _past: (tokens, 2 * tokens))
+    report = Report(10.0)
+    sections.kernels(report, {})
+    assert "| huge (does not fit this card) |  |  |  |  |" in report.lines
+    assert report.failures == ["broken: ValueError: no such tile"]
+    assert "leave LLMBOX_SDPA_FROM unset" in report.lines[-1]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_products_of_few_rows(rows: int) -> None:
+    x, weight = torch.randn(rows, 1100), torch.randn(37, 1100)
+    torch.testing.assert_close(linear_shapes.gemv(x, weight), x @ weight.T, rtol=1e-4, atol=1e-3)
 
 
 def test_two_ranks_are_run_as_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,9 +5,21 @@ from unittest import mock
 
 import pytest
 
-from gpu import ahead, beside, check, engine_speed, idle, kernel_speed, pictures, sections, timing
+from gpu import (
+    ahead,
+    apart,
+    beside,
+    check,
+    engine_speed,
+    idle,
+    kernel_speed,
+    pictures,
+    timing,
+    whole_engine,
+)
 from gpu.report import Report, versions
 from gpu.shapes import SHAPES
+from support.broken_groups import run_here
 from support.fake_cuda import Card, fake_cuda
 
 SMALL = {
@@ -23,7 +35,7 @@ def report(monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
     few = partial(_small_engine, engine_speed.engine)
     for module, constants in {
-        sections: {"BATCHES": (2,), "PROMPTS": (20,), "SHORT": 16, "LONG": 40, "OUTPUT": 3, "LATE": 20},
+        whole_engine: {"BATCHES": (2,), "PROMPTS": (20,), "SHORT": 16, "LONG": 40, "OUTPUT": 3, "LATE": 20},
         beside: {"REQUESTS": 2, "PROMPT": 8, "OUTPUT": 3},
         timing: {"COPIED": 1 << 12, "SIDE": 64, "ROUNDS": 1},
         kernel_speed: {"HIDDEN": 128, "FFN": 128, "SETS_BYTES": 1 << 12},
@@ -31,7 +43,8 @@ def report(monkeypatch):
     }.items():
         for name, value in constants.items():
             monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(sections, "CONTEXTS", (700,))
+    monkeypatch.setattr(whole_engine, "CONTEXTS", (700,))
+    monkeypatch.setattr(apart, "run", run_here)
     monkeypatch.setattr(idle, "time", mock.Mock())
     return Report(1000.0)
 
@@ -47,10 +60,10 @@ def cells(report, start):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [{}, {"quant": "fp8", "kv_dtype": "fp8"}])
 def test_an_engine_is_measured_to_its_idle_clocks(report, monkeypatch, variant):
-    monkeypatch.setattr(sections, "engine_variants", lambda: [("bf16", variant)])
+    monkeypatch.setattr(whole_engine, "engine_variants", lambda _: [("bf16", variant)])
     monkeypatch.setitem(SHAPES, "8B", SHAPES["8B"] | SMALL)
     with fake_cuda(Card(multiprocessors=2), blank=True) as cuda:
-        sections.whole_engine(report, "8B", PEAKS)
+        whole_engine.measure(report, "8B", PEAKS)
         assert report.failures == []
         assert cuda.card.graphs == 4, "two sizes, each with its draws"
         assert cuda.card.allocated < 1 << 20, "the engine is gone"
@@ -66,11 +79,12 @@ def test_times_are_those_of_graphs_between_events(report):
         assert "`make gpu-check" in versions()
         peaks = check.measured_peaks(report)
         assert peaks["bf16"] == 2 * timing.SIDE**3 / (1e-3 / timing.CALLS)
-        assert cuda.card.graphs == 3
+        assert peaks["read"] == timing.COPIED / 2 / (1e-3 / timing.CALLS)
+        assert cuda.card.graphs == 4
         with mock.patch.object(kernel_speed, "DEVICE", cuda.gpu):
             speed = kernel_speed.measure(kernel_speed.norm(3), peaks)
         assert speed.ms == 1 / timing.CALLS
-        assert cuda.card.graphs == 5, "ours and eager"
+        assert cuda.card.graphs == 6, "ours and eager"
 
 
 def test_pictures_are_timed(report, monkeypatch):

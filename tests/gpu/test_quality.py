@@ -87,7 +87,7 @@ def test_the_section_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
     assert quality.of_gpu() == [("none", "auto"), ("w8a8", "auto"), *quality.ALSO_ON_CPUS]
     report = Report(0.0)
     sections.quality(report)
-    assert "out of time: 5 more" in report.lines[-1]
+    assert "out of time: 5 more, none and auto" in report.lines[-1]
     monkeypatch.setattr(quality, "ASSETS", ASSETS / "absent")
     sections.quality(report)
     assert report.lines[-1] == "Left out: the model's files are not there."

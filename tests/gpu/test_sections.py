@@ -1,21 +1,21 @@
 """Sections of `make gpu-check`: their time, what breaks in them, and what a card has no room for."""
 
+import os
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gpu import ahead, check, checking, engine_speed, idle, sections
-from gpu.checks import Check, Setting
+from gpu import ahead, apart, check, engine_speed, idle, whole_engine
 from gpu.report import Report
-from gpu.shapes import SHAPES, step_floor
+from gpu.shapes import SHAPES, experts_read, parameters, step_floor
 from llmbox.engine.device import device as devices
 from llmbox.engine.errors import DoesNotFit
+from llmbox.kernels.cpu.isa import cache_folder
+from support.broken_groups import is_gone, run_here
 
 
 def test_every_section_has_time_left_whatever_those_before_it_take() -> None:
@@ -31,48 +31,6 @@ def test_every_section_has_time_left_whatever_those_before_it_take() -> None:
     assert check.seconds_for("kernels", [], 30.0) == 30.0 - check.GRACE
 
 
-def group_of(*errors: float) -> Callable[[], list[Check]]:
-    return lambda: [Check(f"check {error}", error, 0.5) for error in errors]
-
-
-def broken() -> list[Check]:
-    raise RuntimeError("an illegal memory access")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "failures", "last"),
-    [
-        (100.0, 2, "3 checks passed; closest to its limit: check 0.4 (80% of it)."),
-        (-1.0, 0, "0 checks passed; closest to its limit: none (0% of it)."),
-    ],
-)
-def test_checks_run_apart_and_one_that_breaks_hides_no_other(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, failures: int, last: str
-) -> None:
-    groups = [group_of(0.1, 0.4), broken, group_of(0.3, 0.7)]
-    monkeypatch.setattr(checking, "all_checks", lambda _: iter(groups))
-    monkeypatch.setattr(checking, "ProcessPoolExecutor", lambda count, *_: ThreadPoolExecutor(count))
-    report = Report(seconds)
-    setting = Setting(torch.device("cpu"), (torch.float32,), tiny=True, seed=1)
-    checking.in_processes(report, setting, 2)
-    assert len(report.failures) == failures
-    assert report.lines[-1] == f"\n{last}"
-    assert (f"\nNot measured, out of time: {len(groups)} more." in report.lines) == (seconds < 0)
-
-
-def test_a_process_of_checks_that_dies_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dies(*_: object) -> checking.Found:
-        raise BrokenProcessPool("terminated abruptly")
-
-    monkeypatch.setattr(checking, "run", dies)
-    monkeypatch.setattr(checking, "ProcessPoolExecutor", lambda count, *_: ThreadPoolExecutor(count))
-    report = Report(100.0)
-    setting = Setting(torch.device("cpu"), (torch.float32,), tiny=True, seed=1)
-    checking.in_processes(report, setting, 1)
-    assert report.failures == ["a process died: terminated abruptly"]
-    assert any("out of time" in line for line in report.lines)
-
-
 def test_a_card_without_room_gets_a_shorter_context_or_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -85,9 +43,10 @@ def test_a_card_without_room_gets_a_shorter_context_or_is_left_out(monkeypatch: 
     monkeypatch.setattr(engine_speed, "engine", make)
     assert engine_speed.largest({}, (17000, 5000, 1200)) == "engine"
     assert asked == [17000, 5000]
-    monkeypatch.setattr(sections, "engine_variants", lambda: [("int8", {"quant": "int8"})])
+    monkeypatch.setattr(whole_engine, "engine_variants", lambda _: [("int8", {"quant": "int8"})])
+    monkeypatch.setattr(apart, "run", run_here)
     report = Report(100.0)
-    sections.whole_engine(report, "8B", {})
+    whole_engine.measure(report, "8B", {})
     assert report.lines[-1] == "\nint8: left out: a context of 5000 tokens would fit."
     assert not report.failures
 
@@ -118,7 +77,7 @@ def test_the_bar_has_its_time_even_where_everything_is_compiled_first() -> None:
     left, names = 9.5 * 60 - 10, list(check.SECTIONS)
     place = names.index("engine-8B")
     left -= sum(check.SECTIONS[name][1] for name in names[:place]) + ahead.PATIENCE
-    assert check.seconds_for("engine-8B", names[place + 1 :], left) > 3 * sections.BAR_SECONDS
+    assert check.seconds_for("engine-8B", names[place + 1 :], left) > 3 * whole_engine.BAR_SECONDS
 
 
 def test_the_floor_of_a_step_is_what_takes_longer() -> None:
@@ -140,21 +99,39 @@ def test_what_was_said_is_in_the_file_before_the_end(tmp_path: Path) -> None:
     assert (tmp_path / "check.md").read_text() == "\n## Kernels\n\n| one | two |\n"
 
 
-def test_the_bar_is_measured_before_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+EIGHT_BILLION = {"quant": "none", "weights_bytes": 16.38e9, "kv_bytes_per_token": 147456}
+
+
+@pytest.mark.parametrize(
+    ("rooms", "says"),
+    [
+        (300, "256 have room at once, floor 23.7 s (79%), 22.00 ms a step while all decode, 8738 tok/s"),
+        (172, "172 have room at once, floor 23.9 s (80%), 8738 tok/s scaled to 4.3 TB/s"),
+    ],
+)
+def test_the_bar_is_measured_before_the_prompts(
+    monkeypatch: pytest.MonkeyPatch, rooms: int, says: str
+) -> None:
+    """On a card of 80 GB some requests wait."""
     said: list[str] = []
     done = SimpleNamespace(tokens=256 * 1024, wall=30.0, decode_step=0.022)
+    info = SimpleNamespace(
+        max_running=256, num_blocks=rooms * 128, block_size=16, context_window=2048, **EIGHT_BILLION
+    )
     monkeypatch.setattr(engine_speed, "run", lambda *_: done)
     monkeypatch.setattr(engine_speed, "add", lambda *_: ["r"])
-    monkeypatch.setattr(sections, "has_room", lambda *_: True)
     for name in ("decoding", "prompts", "loads"):
-        monkeypatch.setattr(sections, name, lambda *_, name=name, **__: said.append(name) or [])
-    monkeypatch.setattr(sections, "idle_clocks", lambda _: None)
+        monkeypatch.setattr(whole_engine, name, lambda *_, name=name, **__: said.append(name) or [])
+    monkeypatch.setattr(whole_engine, "idle_clocks", lambda _: None)
     report = Report(100.0)
     say = report.row
     report.row = lambda cells: (said.append(cells[0]), say(cells))  # type: ignore[method-assign]
-    sections.figures(report, None, {}, {}, full=True, big=True)
+    engine, peaks = SimpleNamespace(info=info), {"bytes": 4.3e12, "bf16": 780e12}
+    options = {"full": True, "big": True, "with_bar": True}
+    whole_engine.figures(report, engine, SHAPES["8B"], peaks, **options)
     assert said[1:] == ["---", "decoding", "256 requests of 1024 in, 1024 out", "prompts", "loads"]
-    assert "8738 tok/s | 22.00 ms a step while all decode; 123% of SGLang, Triton" in report.lines[-1]
+    assert "8738 tok/s | " + says in report.lines[-1]
+    assert "123% of SGLang, Triton" in report.lines[-1]
 
 
 def test_a_section_that_says_nothing_more_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -209,9 +186,10 @@ def test_engines_are_compiled_beside_the_checks_and_not_beside_measurements(
     monkeypatch.setattr(ahead.sys, "executable", str(program))
     assert ahead.begin(["engine-8B", "kernels"]) is None
     assert ahead.begin(["correctness", "kernels"]) is None
-    process = ahead.begin(list(check.SECTIONS))
+    assert ahead.begin(list(check.SECTIONS)) is None, "the smoke section is first"
+    process = ahead.begin(list(check.SECTIONS)[1:])
     assert process is not None
-    assert process.args == [str(program), "-m", "gpu.ahead", "8B", "0.6B"]
+    assert process.args == [str(program), "-m", "gpu.ahead", "8B", "0.6B", "30B-A3B"]
     if "sleep" in code:
         while not ready.exists():
             assert process.poll() is None
@@ -233,3 +211,59 @@ def test_small_cards_compile_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(engine_speed, "engine", none)
     assert ahead.load("8B", "bf16", {}) == "8B bf16 not at all (DoesNotFit)"
+
+
+def test_what_a_section_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It holds the pipe that is read, which would go on for as long as it does."""
+    program, child = tmp_path / "section", tmp_path / "child"
+    program.write_text(
+        f"#!{sys.executable}\nimport subprocess, sys, time\n"
+        f"child = subprocess.Popen([{sys.executable!r}, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(child)!r}, 'w').write(str(child.pid))\nprint('begun', flush=True)\ntime.sleep(600)\n"
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(check.sys, "executable", str(program))
+    monkeypatch.setattr(check, "GRACE", 5)
+    started = time.monotonic()
+    report = Report(100.0)
+    check.run_section(report, "kernels", 1.0, [])
+    assert report.lines == ["begun", "\nkernels: stopped, out of time."]
+    assert time.monotonic() - started < 60
+    assert is_gone(int(child.read_text()))
+
+
+def test_experts_that_no_row_takes_are_not_read() -> None:
+    """Qwen3-30B-A3B: 30.5 billion weights, 3.3 of them for a token."""
+    shape = SHAPES["30B-A3B"]
+    assert parameters(shape) == pytest.approx(30.5e9, rel=0.01)
+    assert [round(experts_read(shape, batch), 1) for batch in (1, 8, 256)] == [8.0, 51.6, 128.0]
+    assert experts_read(SHAPES["8B"], 64) == 1.0
+    peaks = {"bytes": 4.3e12, "bf16": 780e12, "fp8": 1500e12}
+    info = SimpleNamespace(quant="fp8", weights_bytes=31e9, kv_bytes_per_token=98304)
+    one, many = (step_floor(info, shape, peaks, batch, 512) for batch in (1, 64))
+    assert one == pytest.approx((2.72e9 + 0.62e9 + 0.05e9) / 4.3e12, rel=0.01), "layers, head in bf16, KV"
+    assert many == pytest.approx(7.8e-3, rel=0.03), "nearly all experts"
+
+
+def test_all_sections_share_one_cache_and_what_is_left_out_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Engines choose the data folder's cache themselves: kernels that are checked before must be there."""
+    begun: list[tuple[str, str | None]] = []
+
+    def run_section(_report: Report, name: str, *_: object) -> None:
+        begun.append((name, os.environ.get("TRITON_CACHE_DIR")))
+
+    stand_ins = {"why_not": lambda: None, "versions": lambda: "a GPU", "measured_peaks": lambda _: {}}
+    for name, stand_in in {**stand_ins, "run_section": run_section}.items():
+        monkeypatch.setattr(check, name, stand_in)
+    monkeypatch.setattr(ahead, "begin", lambda _: None)
+    monkeypatch.setenv("LLMBOX_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # put back after the test
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    out = tmp_path / "check.md"
+    monkeypatch.setattr(check.sys, "argv", ["check", "--only", "smoke,kernels,tune", "--out", str(out)])
+    assert check.main() == 0
+    cache = str(cache_folder() / "triton")
+    assert begun == [("smoke", cache), ("kernels", cache), ("tune", cache)]
+    assert "Not asked for: correctness, engine-8B, profile, ranks," in out.read_text()

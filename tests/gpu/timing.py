@@ -55,12 +55,15 @@ def side() -> torch.cuda.Stream:
 
 
 def peaks() -> dict[str, float]:
-    """What this card reaches: bytes a second of a copy, both ways counted; operations a second."""
+    """What this card reaches: bytes a second of a copy, both ways counted, and of reading alone; operations a
+    second.
+    """
     block = torch.empty(COPIED, dtype=torch.uint8, device="cuda").random_()
     other = torch.empty_like(block)
     a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in "ab")
     work: dict[str, Sequence[Call]] = {
         "copy": [lambda: other.copy_(block)],
+        "read": [lambda half=half: half.sum() for half in block.view(torch.float32).chunk(2)],
         "bf16": [lambda: torch.mm(a, b)],
     }
     if torch.cuda.get_device_capability() >= (8, 9):
@@ -72,6 +75,6 @@ def peaks() -> dict[str, float]:
             )
         ]
     spent = times(work)
-    found = {"bytes": 2 * block.nbytes / spent["copy"] * 1e3}
+    found = {"bytes": 2 * block.nbytes / spent["copy"] * 1e3, "read": block.nbytes / 2 / spent["read"] * 1e3}
     found |= {name: 2 * SIDE**3 / spent[name] * 1e3 for name in ("bf16", "fp8") if name in spent}
     return found

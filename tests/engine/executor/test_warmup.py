@@ -3,14 +3,17 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from llmbox.engine.core.engine import Engine
-from llmbox.engine.executor.warmup import num_warmup_blocks, run_warmup
+from llmbox.engine.executor.warmup import num_warmup_blocks, run_warmup, warmup_steps
 from llmbox.engine.planning.estimator import MemoryPlan
 from llmbox.kernels.triton.backend import triton_ops
+from llmbox.kernels.triton.linear.tile_config import ROW_COUNTS
 from support.fp8_checkpoint import round_by_output
 from support.late_device import device_engine
 from support.paged import CPU, PagedStep
@@ -95,6 +98,14 @@ def test_serving_compiles_nothing_more(
     assert len(needed) > 10
     assert {variant[0] for variant in needed} - {variant[0] for variant in compiled} == set()
     assert needed <= compiled
+
+
+def test_no_step_has_more_requests_than_may_run() -> None:
+    """Few requests of a short context are fewer tokens than a step may have."""
+    plan: Any = SimpleNamespace(max_running=4, step_tokens=8192, context=32, block_size=16)
+    steps = list(warmup_steps(plan, ROW_COUNTS))
+    assert max(len(step.rows) for step in steps) == 4
+    assert max(step.num_tokens for step in steps) == 4 * 31
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float16, torch.int8])

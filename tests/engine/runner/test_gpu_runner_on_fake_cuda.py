@@ -97,6 +97,19 @@ def test_a_model_is_loaded_measured_captured_and_served(model, monkeypatch, capl
 
 
 @pytest.mark.slow
+def test_a_gpu_serves_without_overlap(model, monkeypatch):
+    """The runner of CPUs then computes there: its inputs must not stay on the host."""
+    monkeypatch.setenv("LLMBOX_KERNELS", "reference")
+    expected = run(load(model, **SIZES), requests())
+    monkeypatch.setenv("LLMBOX_KERNELS", "triton")
+    with fake_cuda(Card(multiprocessors=2)):
+        engine = load(model, device="cuda", overlap=False, **SIZES, kv_tokens=160, memory_bytes=None)
+        seen = run(engine, requests())
+    for name, outputs in expected.items():
+        assert drawn(seen[name]) == drawn(outputs)
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in")
 def test_a_graph_is_captured_between_steps_and_nothing_waits(model, monkeypatch):
     """Before, a step is padded to the larger graph; after, it is two graphs and a copy each way."""

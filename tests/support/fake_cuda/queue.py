@@ -27,11 +27,15 @@ class Queue:
     poison: list[Tensor] = field(default_factory=list)
     is_beside: bool = False
     """True while another stream than that of the steps is current."""
+    is_strict: bool = False
+    """True while waits are refused (`torch.cuda.set_sync_debug_mode`)."""
     launches: int = 0
     """Kernels, operations and copies given to the device; a graph is one."""
 
     def wait(self, what: str) -> None:
         """The host waits for everything."""
+        if self.is_strict:
+            raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
         if self.recording is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
         self.waits.append(f"{what} at {_place()}")

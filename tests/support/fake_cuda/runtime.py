@@ -198,6 +198,7 @@ def _cuda(card: Card, queue: Queue) -> dict[str, Any]:
         "reset_peak_memory_stats": lambda _device=None: card.reset_peaks(),
         "empty_cache": empty_cache,
         "synchronize": lambda _device=None: queue.wait("synchronize"),
+        "set_sync_debug_mode": lambda mode: setattr(queue, "is_strict", mode == "error"),
         "Stream": Stream,
         "Event": Event,
         "stream": current,

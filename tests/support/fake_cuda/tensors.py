@@ -212,6 +212,8 @@ class Operations(TorchDispatchMode):
         if from_gpu:
             self.queue.wait("a copy to the host")
             return result
+        if not to_gpu:
+            return result
         self._to_device(source, kwargs.get("non_blocking", False))
         return self.on_gpu(result)
 
