@@ -125,9 +125,8 @@ def test_float16_holds_what_bfloat16_rows_and_scales_have(
     monkeypatch.setattr(attention_plan, "FIXED_SPLIT", 32)
     sizes = {"head_dim": 32 + 8, "latent": 32, "heads": (4, 1)} if latent else {"heads": (4, 2)}
     step = PagedStep([(150, 1), (1, 1), (40, 9)], kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, **sizes)
-    for q, k in zip(step.q, step.k, strict=True):
-        q *= 1e6
-        k *= 1e-6
+    step.q, step.k = [1e6 * q for q in step.q], [1e-6 * k for k in step.k]
+    step.v = [k[..., :latent] for k in step.k] if latent else step.v
     if not latent:
         step.v[0] *= torch.logspace(-7, 3, 151).flip(0)[:, None, None]
         step.v[0][::5] = 0.0
