@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ..elementwise import tanh
+from ..linear.gemm_inner import hold_layout
 from . import kv_cache
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -122,8 +123,8 @@ def step(
     if TAIL == 0:
         v_tile = load_tile(v + place, real, d, MASKED, D, D_PAD)
 
-    k_tile = convert_tile(k_tile, q_tile.dtype, COLUMNS, D_PAD, CONVERSION)
-    v_tile = k_tile if TAIL else convert_tile(v_tile, q_tile.dtype, COLUMNS, D_PAD, CONVERSION)
+    k_tile = convert_tile(k_tile, q_tile.dtype, CONVERSION)
+    v_tile = k_tile if TAIL else convert_tile(v_tile, q_tile.dtype, CONVERSION)
     score = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     if TAIL:
         t = tl.arange(0, TAIL_PAD)
@@ -131,7 +132,7 @@ def step(
         if MASKED:
             in_tail = in_tail & real[:, None]
         tail = tl.load(k + first[:, None] + (D + t)[None, :], mask=in_tail, other=0.0)
-        tail = convert_tile(tail, q_tile.dtype, COLUMNS, TAIL_PAD, CONVERSION)
+        tail = convert_tile(tail, q_tile.dtype, CONVERSION)
         score = tl.dot(q_tail, tl.trans(tail), score, input_precision=PRECISION)
     if CONVERSION:
         scale_place = page * scale_stride + key % PAGE
@@ -223,20 +224,12 @@ def load_tile(
 
 
 @triton.jit
-def convert_tile(
-    tile: tl.tensor,
-    dtype: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CONVERSION: tl.constexpr,
-) -> tl.tensor:
+def convert_tile(tile: tl.tensor, dtype: tl.constexpr, CONVERSION: tl.constexpr) -> tl.tensor:
     """Convert a tile of the cache to the dtype of the queries."""
     if CONVERSION == 0:
         return tile
-    # Splitting and joining moves nothing. It keeps the compiler from converting after the change of layout
-    # for the product, which would then read single bytes of shared memory.
-    halves = tl.split(tl.reshape(tile.to(dtype), (COLUMNS, WIDTH // 2, 2)))
-    return tl.reshape(tl.join(halves[0], halves[1]), (COLUMNS, WIDTH))
+    # After the change of layout for the product, single bytes of shared memory would be read.
+    return hold_layout(tile.to(dtype))
 
 
 @triton.jit

@@ -88,6 +88,9 @@ def sum_grouped(
                     scales_n = scale.to(tl.float32)[:, None]
                     low_w = (low_w.to(tl.float32) * scales_n).to(low_x.dtype)
                     high_w = (high_w.to(tl.float32) * scales_n).to(low_x.dtype)
+                if ROWS > 32:  # warps share the rows: each would convert the same weights
+                    low_w = hold_layout(low_w)
+                    high_w = hold_layout(high_w)
                     acc = tl.dot(low_x, tl.trans(low_w), acc, input_precision=PRECISION)
                     acc = tl.dot(high_x, tl.trans(high_w), acc, input_precision=PRECISION)
                 else:
@@ -95,6 +98,16 @@ def sum_grouped(
                     sums = tl.dot(high_x, tl.trans(high_w), sums, input_precision=PRECISION)
                     acc += sums * scale.to(tl.float32)[None, :]
     return acc
+
+
+@triton.jit
+def hold_layout(tile: tl.tensor) -> tl.tensor:
+    """Return `tile`, converted before its layout changes for a product, not after.
+
+    Splitting and joining moves nothing, but the compiler does not move the change of layout across it.
+    """
+    halves = tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2)))
+    return tl.reshape(tl.join(halves[0], halves[1]), tile.shape)
 
 
 @triton.jit
