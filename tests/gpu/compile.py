@@ -15,16 +15,17 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import starmap
 from multiprocessing import get_context
 from typing import Any
 
+from gpu.static_roofline import CARDS, describe_turn, issue_share, main_loop
+
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Bytes of shared memory that one block may have, by compute capability (CUDA C++ programming guide)."""
-SCANS = {"scan_kernel", "scan_chunks_kernel"}
-"""Their loops are what a row or a chunk costs. To disassemble a kernel takes half a second."""
-MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
+LOOPED = {"attention_kernel", "product_kernel", "scan_kernel", "scan_chunks_kernel"}
+"""Kernels whose main loops decide their time. To disassemble one takes half a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class Kernel:
     target: int
     group: str
     name: str
+    variant: str
+    """What its main loop reads, where that is known."""
     warps: int
     shared: int
     registers: int
@@ -43,7 +46,13 @@ class Kernel:
     cubin: int
     """Bytes of machine code."""
     loop: int
-    """Instructions of the longest loop of a kernel in `SCANS`; 0 for others."""
+    """Instructions of the main loop of a kernel in `LOOPED`; 0 for others."""
+    turn_bytes: int
+    """Bytes of keys, values or weights that a turn of it reads; 0 where that is not known."""
+
+    @property
+    def issue_share(self) -> float:
+        return issue_share(CARDS[self.target], self.loop, self.warps, self.turn_bytes)
 
     @property
     def fits(self) -> bool:
@@ -67,6 +76,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--group", default="", help="only groups whose name begins so")
     parser.add_argument("--json", action="store_true", help="facts of every kernel, a line each")
+    parser.add_argument("--loops", action="store_true", help="main loops against the cards' bandwidth")
     options = parser.parse_args()
     targets = [int(target) for target in options.targets.split(",")]
     if unknown := set(targets) - set(SHARED_LIMIT):
@@ -85,7 +95,7 @@ def main() -> int:
         for kernel in found if options.json else ():
             print(json.dumps(asdict(kernel)), flush=True)
     if not options.json:
-        summary(kernels)
+        loop_table(kernels) if options.loops else summary(kernels)
         print(f"{len(kernels)} variants in {time.monotonic() - started:.0f} s")
     return int(failed)
 
@@ -122,31 +132,31 @@ def names(target: int, choice: str) -> list[str]:
 def compile_group(target: int, number: int, choice: str) -> list[Kernel] | Broken:
     """Triton knows of one target only at a time."""
     from gpu import compiled
-    from support.triton_compile import compiling, longest_loop, resources
+    from support.triton_compile import compiling, resources
 
     capability = divmod(target, 10)
     name, work = list(getattr(compiled, choice)(capability))[number]
     try:
-        with compiling(capability, MULTIPROCESSORS[target]) as kernels:
+        with compiling(capability, CARDS[target].multiprocessors) as kernels:
             work()
     except Exception as error:  # noqa: BLE001 - compilers have many; the others still say something
         traceback.print_exc()
         return Broken(target, name, f"{type(error).__name__}: {str(error)[:300]}")
-    return [
-        facts(target, name, kernel, *resources(kernel), longest_loop(kernel) if is_scan(kernel) else 0)
-        for kernel in kernels
-    ]
+    return [facts(target, name, kernel, *resources(kernel)) for kernel in kernels]
 
 
-def is_scan(kernel: Any) -> bool:
-    return kernel.metadata.name in SCANS
+def facts(target: int, group: str, kernel: Any, registers: int, spilled: int) -> Kernel:
+    from support.triton_compile import constants, loops
 
-
-def facts(target: int, group: str, kernel: Any, registers: int, spilled: int, loop: int) -> Kernel:
+    name, variant, turn_bytes, loop = kernel.metadata.name, "", 0, 0
+    if name in LOOPED:
+        loop = main_loop(loops(kernel))
+        variant, turn_bytes = describe_turn(name, kernel.src.signature, constants(kernel))
     return Kernel(
         target=target,
         group=group,
-        name=kernel.metadata.name,
+        name=name,
+        variant=variant,
         warps=kernel.metadata.num_warps,
         shared=kernel.metadata.shared,
         registers=registers,
@@ -154,6 +164,7 @@ def facts(target: int, group: str, kernel: Any, registers: int, spilled: int, lo
         wgmma="wgmma.mma_async" in kernel.asm["ptx"],
         cubin=len(kernel.asm["cubin"]),
         loop=loop,
+        turn_bytes=turn_bytes,
     )
 
 
@@ -177,6 +188,16 @@ def summary(kernels: Iterable[Kernel]) -> None:
     for one in (each for variants in of.values() for each in variants if each.spilled or not each.fits):
         what = f"spills {one.spilled} bytes" if one.fits else f"wants {one.shared} bytes of shared memory"
         print(f"{one.target} {one.name} ({one.group}, {one.warps} warps, {one.registers} registers): {what}")
+
+
+def loop_table(kernels: Iterable[Kernel]) -> None:
+    """Print the main loops whose bytes are known: above 100 % issuing takes longer than reading."""
+    print("| card | kernel | variant | warps | registers | loop | bytes a turn | issue share |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for one in dict.fromkeys(replace(kernel, group="") for kernel in kernels if kernel.turn_bytes):
+        cells = (one.name, one.variant, one.warps, one.registers, one.loop, one.turn_bytes)
+        share = f"{one.issue_share:.0%}"
+        print("| " + " | ".join(map(str, (CARDS[one.target].name, *cells, share))) + " |")
 
 
 if __name__ == "__main__":

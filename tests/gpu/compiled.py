@@ -40,6 +40,7 @@ Group = tuple[str, Callable[[], None]]
 def once(_: tuple[int, int]) -> Iterator[Group]:
     """Every kernel, for Hopper, in one variant or two: those that take the most registers among them."""
     yield "attention", attention
+    yield "attention", partial(attention, FP8, blocks=(128,))
     yield "attention", partial(attention, heads=(8, 4), head_dim=256, softcap=50.0)
     yield "attention", partial(attention, heads=(8, 4), head_dim=256, window=1024, spans=True)
     yield "latents", latents
@@ -49,6 +50,7 @@ def once(_: tuple[int, int]) -> Iterator[Group]:
     yield "linears", partial(linears, "int8", (1, 600))
     for quant in ("int4", "fp8", "w8a8"):
         yield "linears", partial(linears, quant, (1, 300))
+    yield "linears", partial(linears, "int4-g128", (1,))
     for quant in (None, "w8a8"):
         yield "experts", partial(experts, quant)
     yield "sampling", sampling

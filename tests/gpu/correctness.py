@@ -32,6 +32,7 @@ from llmbox.kernels.triton.linear.quantize_activations import Rows8, quantize_ro
 from llmbox.kernels.triton.linear.tile_config import has_fp8
 from llmbox.kernels.triton.linear.weight_packing import pack_grouped
 from llmbox.kernels.weight_packing import to_numbers
+from support.fake_quantized import stored_nibbles
 from support.paged import PagedStep
 from support.poison import poisoned_memory
 
@@ -317,14 +318,14 @@ def wide_weights(packed: object) -> Tensor:
 
 
 def made_wide(setting: Setting, dtype: torch.dtype) -> Checks:
-    """Bit by bit by the words of the format: integers of 4 bits lie in pairs, half a group apart."""
+    """Bit by bit by the words of the format: see `stored_nibbles`."""
     outputs, inputs = (37, 150) if setting.tiny else (1037, 2000)
     rounded_here = [quant for quant in QUANTS.values() if not quant.in_checkpoints_only]
     for quant in (quant for quant in rounded_here if quant.kind == "integer"):
         packed = pack_grouped(setting.randn(outputs, inputs), quant)
         codes = packed.weight
         if packed.bits == 4:
-            codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
+            codes = stored_nibbles(codes).to(torch.int8) - 8
         if packed.steps is not None:
             cells = (codes + 8).flatten(0, 1), packed.steps.flatten(0, 1)
             codes = to_numbers(*cells, quant).view(codes.shape)

@@ -164,6 +164,15 @@ def fake_quantize_weights(weight_OI: Tensor, quant: Quant) -> Tensor:
     return (codes * scales).flatten(1)[:, :inputs].contiguous()
 
 
+def stored_nibbles(packed_GOw: Tensor) -> Tensor:
+    """Read the nibbles of the GPU's kernels in the order of the inputs, uint8 [groups, outputs, group].
+
+    A byte holds inputs i and i + group / 2; of each four bytes the second and third are exchanged.
+    """
+    bytes_GOw = packed_GOw.view(*packed_GOw.shape[:2], -1, 4)[..., [0, 2, 1, 3]].flatten(2)
+    return torch.cat((bytes_GOw & 15, bytes_GOw >> 4), -1)
+
+
 def grouped(x_TI: Tensor, group: int) -> Tensor:
     """Reshape to [T, inputs / group, group], the last group padded with zeros."""
     rows, inputs = x_TI.shape

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,8 +84,17 @@ def resources(kernel: Any) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def longest_loop(kernel: Any) -> int:
-    """Instructions of the longest loop in the machine code, which is what a row or a chunk costs a warp."""
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop in the machine code: what a turn costs a warp."""
+
+    instructions: int
+    has_products: bool
+    """Whether tensor cores work in it."""
+
+
+def loops(kernel: Any) -> list[Loop]:
+    """Find the loops in the machine code."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -94,12 +104,20 @@ def longest_loop(kernel: Any) -> int:
         told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     lines = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", told, re.MULTILINE)
     places = {int(address, 16): number for number, (address, _) in enumerate(lines)}
-    longest = 0
+    found = []
     for number, (_, instruction) in enumerate(lines):
         jump = re.search(r"\bBRA\b.*0x([0-9a-f]+)", instruction)
         start = places.get(int(jump[1], 16), number) if jump else number
-        longest = max(longest, number - start + 1 if start < number else 0)
-    return longest
+        if start < number:
+            inside = " ".join(text for _, text in lines[start : number + 1])
+            found.append(Loop(number - start + 1, re.search(r"\b[HIQ]G?MMA\b", inside) is not None))
+    return found
+
+
+def constants(kernel: Any) -> dict[str, Any]:
+    """Return the compile-time arguments of a kernel, by name."""
+    names = kernel.src.fn.arg_names
+    return {names[place[0]]: value for place, value in kernel.src.constants.items()}
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -22,7 +22,7 @@ from ..linear.quantize_activations import RowFormat, Rows8
 from ..linear.tile_config import Tile, decode_tile, fixed_tile, power_of_two, prefill_tile
 from . import attention_metadata as attention_plan
 from .attention_combine import Result, fits_heads, reduce_splits, store_eight_heads
-from .attention_inner import add_sink, attend, fold, piece_size
+from .attention_inner import IN_FLOAT16, add_sink, attend, fold, piece_size, power_below
 from .attention_metadata import TritonAttentionMetadata, attend_gathered, num_splits
 from .kv_cache import TritonKVCache, conversion_mode
 
@@ -123,8 +123,8 @@ def decode(result: Result, inputs: AttentionInputs) -> None:
     """Attend for the leading sequences of one row each, with split-K where they are few."""
     q_THD, cache, _, plan, powers = inputs
     heads, head_dim = q_THD.shape[1], cache.value_dim
-    pick = fixed_tile if plan.fixed else decode_tile
-    tile = pick(q_THD.device, head_dim, q_THD.element_size(), cache.k.element_size())
+    sizes = q_THD.device, head_dim, q_THD.element_size()
+    tile = fixed_tile(*sizes, cache.k.element_size()) if plan.fixed else decode_tile(*sizes)
     tiles = TileLayout.of(tile, q_THD, cache)
     programs = cache.k.shape[2] * tiles.parts
     splits = num_splits(plan, programs, q_THD.device)
@@ -208,7 +208,7 @@ def launch(
         CAPPED=powers.cap is not None,
         SINKS=powers.sinks_H is not None,
         SPANS=spans_N is not None,
-        QuantizED=conversion_mode(cache, q_THD.dtype),
+        CONVERSION=conversion_mode(cache, q_THD.dtype),
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         **result.constants(head_dim),
         num_warps=tiles.tile.warps,
@@ -265,7 +265,7 @@ def attention_kernel(
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
     SPANS: tl.constexpr,
-    QuantizED: tl.constexpr,
+    CONVERSION: tl.constexpr,
     PRECISION: tl.constexpr,
     EIGHT: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -318,6 +318,13 @@ def attention_kernel(
         in_tail = real[:, None] & (t < TAIL)[None, :]
         q_tail = tl.load(q + q_offset[:, None] + (D + t)[None, :], mask=in_tail, other=0.0)
 
+    if CONVERSION == IN_FLOAT16:
+        # Float16 has fewer exponents than bfloat16: what is left of a row over a power of two is exact in it.
+        unit = tl.maximum(power_below(q_tile), power_below(q_tail))
+        q_tile = (q_tile.to(tl.float32) / unit[:, None]).to(tl.float16)
+        q_tail = (q_tail.to(tl.float32) / unit[:, None]).to(tl.float16)
+        scale = scale * unit[:, None]
+
     # The tile's rows stand at position .. position + count - 1 and see keys from `begin` to before `end`.
     end = tl.where(count > 0, position + count, 0)
     row_position = position + token
@@ -353,7 +360,7 @@ def attention_kernel(
             acc_b, top_b, total_b = attend(
                 q_tile, q_tail, k_head, v_head, k_scale + scale_offset, v_scale + scale_offset, table,
                 from_key, from_key, to_key, row_position, oldest, scale, cap, page_stride, kv_heads * PAGE, d,
-                ROWS, COLUMNS, PAGE, D, D_PAD, TAIL, TAIL_PAD, WINDOW, CAPPED, QuantizED, PRECISION,
+                ROWS, COLUMNS, PAGE, D, D_PAD, TAIL, TAIL_PAD, WINDOW, CAPPED, CONVERSION, PRECISION,
             )  # fmt: skip
             acc, top, total = fold(acc, top, total, acc_b, top_b, total_b)
     else:
@@ -364,12 +371,14 @@ def attention_kernel(
             to_key = tl.minimum(end, from_key + size)
         # Before `plain`, every row sees every key.
         plain = from_key
-        if not DECODING and not WINDOW:
+        if DECODING and not WINDOW:
+            plain = tl.maximum(from_key, to_key // COLUMNS * COLUMNS)
+        elif not WINDOW:
             plain = tl.minimum((position + 1) // COLUMNS * COLUMNS, end)
         acc, top, total = attend(
             q_tile, q_tail, k_head, v_head, k_scale + scale_offset, v_scale + scale_offset, table,
             from_key, plain, to_key, row_position, oldest, scale, cap, page_stride, kv_heads * PAGE, d,
-            ROWS, COLUMNS, PAGE, D, D_PAD, TAIL, TAIL_PAD, WINDOW, CAPPED, QuantizED, PRECISION,
+            ROWS, COLUMNS, PAGE, D, D_PAD, TAIL, TAIL_PAD, WINDOW, CAPPED, CONVERSION, PRECISION,
         )  # fmt: skip
 
     stored = real[:, None] & real_d[None, :]

@@ -7,11 +7,16 @@ import triton
 import triton.language as tl
 
 from ..elementwise import tanh
+from ..linear.gemm_inner import hold_layout
 from . import kv_cache
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-BY_FLOAT32 = tl.constexpr(kv_cache.BY_FLOAT32)
-"""Value of QuantizED for conversion in two steps: see `conversion_mode`."""
+IN_FLOAT16 = tl.constexpr(kv_cache.IN_FLOAT16)
+"""Value of CONVERSION: see `conversion_mode`."""
+LEAST_SCALE = tl.constexpr(2.0**-100)
+"""A row of zeros has scale 0, which has no exponent."""
+EXPONENT = tl.constexpr(0x7F800000)
+"""Bits of a float32 that hold its exponent: alone, those of a power of two."""
 
 
 @triton.jit
@@ -42,7 +47,7 @@ def attend(
     TAIL_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
-    QuantizED: tl.constexpr,
+    CONVERSION: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Return the sum of exp2(score - top) v, top, and the sum of exp2(score - top), over keys from_key ..
@@ -58,13 +63,13 @@ def attend(
         acc, top, total = step(
             acc, top, total, q_tile, q_tail, k, v, k_scale, v_scale, table, start, to_key, row_position,
             oldest, scale, cap, page_stride, scale_stride, d, COLUMNS, PAGE, D, D_PAD, TAIL, TAIL_PAD,
-            False, WINDOW, CAPPED, QuantizED, PRECISION,
+            False, WINDOW, CAPPED, CONVERSION, PRECISION,
         )  # fmt: skip
     for start in range(plain, to_key, COLUMNS):
         acc, top, total = step(
             acc, top, total, q_tile, q_tail, k, v, k_scale, v_scale, table, start, to_key, row_position,
             oldest, scale, cap, page_stride, scale_stride, d, COLUMNS, PAGE, D, D_PAD, TAIL, TAIL_PAD,
-            True, WINDOW, CAPPED, QuantizED, PRECISION,
+            True, WINDOW, CAPPED, CONVERSION, PRECISION,
         )  # fmt: skip
     return acc, top, total
 
@@ -99,7 +104,7 @@ def step(
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
-    QuantizED: tl.constexpr,
+    CONVERSION: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Add one tile of keys to the online softmax: rescale the sums to the new maximum, then add exp2(score -
@@ -110,19 +115,16 @@ def step(
     """
     key = start + tl.arange(0, COLUMNS)
     real = key < to_key
-    if MASKED:
-        page = tl.load(table + key // PAGE, mask=real, other=0).to(tl.int64)
-    else:
-        page = tl.load(table + key // PAGE).to(tl.int64)
+    page = load_pages(table, start, to_key, COLUMNS, PAGE, MASKED)
     first = page * page_stride + key % PAGE * (D + TAIL)
     place = first[:, None] + d[None, :]
     # Slots past the context are never read: they may hold anything, and 0 times NaN would be NaN.
     k_tile = load_tile(k + place, real, d, MASKED, D, D_PAD)
-    v_tile = k_tile
     if TAIL == 0:
         v_tile = load_tile(v + place, real, d, MASKED, D, D_PAD)
 
-    k_tile = convert_tile(k_tile, q_tile.dtype, QuantizED)
+    k_tile = convert_tile(k_tile, q_tile.dtype, CONVERSION)
+    v_tile = k_tile if TAIL else convert_tile(v_tile, q_tile.dtype, CONVERSION)
     score = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     if TAIL:
         t = tl.arange(0, TAIL_PAD)
@@ -130,9 +132,9 @@ def step(
         if MASKED:
             in_tail = in_tail & real[:, None]
         tail = tl.load(k + first[:, None] + (D + t)[None, :], mask=in_tail, other=0.0)
-        tail = convert_tile(tail, q_tile.dtype, QuantizED)
+        tail = convert_tile(tail, q_tile.dtype, CONVERSION)
         score = tl.dot(q_tail, tl.trans(tail), score, input_precision=PRECISION)
-    if QuantizED:
+    if CONVERSION:
         scale_place = page * scale_stride + key % PAGE
         if MASKED:
             k_scales = tl.load(k_scale + scale_place, mask=real, other=0.0)
@@ -140,9 +142,8 @@ def step(
         else:
             k_scales = tl.load(k_scale + scale_place)
             v_scales = tl.load(v_scale + scale_place)
-        score = score * (k_scales * scale)[None, :]
-    else:
-        score = score * scale
+        score = score * k_scales[None, :]
+    score = score * scale
     if CAPPED:
         score = cap * tanh(score)
     if MASKED:
@@ -151,13 +152,48 @@ def step(
             seen = seen & (key[None, :] >= oldest[:, None])
         score = tl.where(seen, score, float("-inf"))
 
-    new_top, weight, keep = weigh(score, top)
-    total = total * keep + tl.sum(weight, 1)
-    if QuantizED:
-        weight = weight * v_scales[None, :]
-    v_tile = convert_tile(v_tile, q_tile.dtype, QuantizED)
+    if CONVERSION == IN_FLOAT16:
+        # The exponent of its value's scale is part of a score, so that weights are below 2 in any case.
+        power = tl.maximum(v_scales, LEAST_SCALE).to(tl.int32, bitcast=True) & EXPONENT
+        inverse = (2 * 0x3F800000 - power).to(tl.float32, bitcast=True)
+        score = score + ((power >> 23) - 127).to(tl.float32)[None, :]
+        new_top, weight, keep = weigh(score, top)
+        total = total * keep + tl.sum(weight * inverse[None, :], 1)
+        weight = weight * (v_scales * inverse)[None, :]
+    else:
+        new_top, weight, keep = weigh(score, top)
+        total = total * keep + tl.sum(weight, 1)
+        if CONVERSION:
+            weight = weight * v_scales[None, :]
     acc = tl.dot(weight.to(q_tile.dtype), v_tile, acc * keep[:, None], input_precision=PRECISION)
     return acc, new_top, total
+
+
+@triton.jit
+def load_pages(
+    table: tl.tensor,
+    start: tl.tensor,
+    to_key: tl.tensor,
+    COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """Return the page of each key of a tile, int64; with MASKED 0 for those from `to_key` on.
+
+    One load a page, where a tile has whole pages: a load a key would ask for each number PAGE times.
+    """
+    if COLUMNS % PAGE == 0:
+        b = tl.arange(0, COLUMNS // PAGE)
+        if MASKED:
+            page_B = tl.load(table + start // PAGE + b, mask=start + b * PAGE < to_key, other=0)
+        else:
+            page_B = tl.load(table + start // PAGE + b)
+        page = tl.reshape(tl.broadcast_to(page_B[:, None], (COLUMNS // PAGE, PAGE)), (COLUMNS,))
+        page = tl.max_constancy(page, [PAGE])
+    else:
+        key = start + tl.arange(0, COLUMNS)
+        page = tl.load(table + key // PAGE, mask=key < to_key, other=0)
+    return page.to(tl.int64)
 
 
 @triton.jit
@@ -188,11 +224,20 @@ def load_tile(
 
 
 @triton.jit
-def convert_tile(tile: tl.tensor, dtype: tl.constexpr, QuantizED: tl.constexpr) -> tl.tensor:
+def convert_tile(tile: tl.tensor, dtype: tl.constexpr, CONVERSION: tl.constexpr) -> tl.tensor:
     """Convert a tile of the cache to the dtype of the queries."""
-    if QuantizED == BY_FLOAT32:
-        tile = tile.to(tl.float32)
-    return tile.to(dtype)
+    if CONVERSION == 0:
+        return tile
+    # After the change of layout for the product, single bytes of shared memory would be read.
+    return hold_layout(tile.to(dtype))
+
+
+@triton.jit
+def power_below(rows: tl.tensor) -> tl.tensor:
+    """Return the power of two at or below the largest magnitude of each row, float32; 1 for zeros."""
+    largest = tl.max(tl.abs(rows.to(tl.float32)), 1)
+    power = (largest.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
+    return tl.where(power > 0, power, 1.0)
 
 
 @triton.jit

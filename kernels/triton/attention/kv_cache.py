@@ -46,16 +46,17 @@ class TritonKVCache:
         return self.k.dtype in LARGEST
 
 
-BY_FLOAT32 = 2
+IN_FLOAT16 = 2
 
 
 def conversion_mode(cache: TritonKVCache, dtype: torch.dtype) -> int:
-    """Return how the cache is converted to `dtype`: 0 not at all, 1 directly, BY_FLOAT32 in two steps.
+    """Return how keys and values are converted for products with rows of `dtype`: 0 not at all, 1 to that
+    dtype, IN_FLOAT16 to float16, as the rows are too.
 
-    Triton converts E4M3 to bfloat16 with an instruction that compute capability 8.9 lacks.
+    GPUs convert two numbers of E4M3 to float16 in one instruction, and one to bfloat16 in several.
     """
     if cache.k.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16:
-        return BY_FLOAT32 if tiles.capability(cache.k.device) == (8, 9) else 1
+        return IN_FLOAT16
     return int(cache.quantized)
 
 

@@ -92,8 +92,10 @@ def tile_for(device: torch.device, rows: int, itemsize: int, *, fixed: bool) -> 
         return Tile(16, 64, 4, 2)
     if not fixed and rows >= WIDE_FROM and hopper:
         return Tile(128, 128, 8, 3)
-    if fixed or rows > 32:
+    if fixed or (hopper and rows > 32):
         return Tile(64, 64, 4, 4 if hopper else 3)
+    if rows > 32:  # eight warps: in a narrower tile those of other rows would convert the same weights again
+        return Tile(64, 128, 8, 3)
     return Tile(16 if rows <= 16 else 32, 64, 4, 5 if hopper else 3)
 
 

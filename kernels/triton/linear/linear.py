@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .gemm import Grouped, product
-from .gemm_inner import codes_of
+from .gemm_inner import codes_of, load_words
 from .gemm_w8a8 import BLOCK, Sharing, fp8_product, int8_product, scaled_mm
 from .quantize_activations import RowFormat, Rows8, quantize_rows
 from .tile_config import power_of_two
@@ -66,18 +66,19 @@ def dequantize_kernel(
     real = n < outputs
     j = tl.arange(0, WIDTH)
     cell = g * outputs + n
-    stored = tl.load(weight + cell[:, None] * WIDTH + j[None, :], mask=real[:, None], other=0)
     scale = tl.load(scales + cell, mask=real, other=0.0).to(tl.float32)[:, None]
     i = g * GROUP + j
     place = n.to(tl.int64)[:, None] * inputs + i[None, :]
     if BITS == 8:
+        stored = tl.load(weight + cell[:, None] * WIDTH + j[None, :], mask=real[:, None], other=0)
         low = stored.to(tl.float32)
     else:
-        low = codes_of(stored & 15, offsets, cell, real, 0, GROUP, GRID, tl.float32)
+        words = load_words(weight, cell, real, WIDTH)
+        low = codes_of(words, 0, offsets, cell, real, GROUP, GRID, tl.float32)
     wide = low * scale
     tl.store(out + place, wide.to(out.dtype.element_ty), mask=real[:, None] & (i < inputs)[None, :])
     if BITS == 4:
-        high = codes_of(stored >> 4, offsets, cell, real, WIDTH, GROUP, GRID, tl.float32)
+        high = codes_of(words, 4, offsets, cell, real, GROUP, GRID, tl.float32)
         wide = high * scale
         inside = real[:, None] & (i + WIDTH < inputs)[None, :]
         tl.store(out + place + WIDTH, wide.to(out.dtype.element_ty), mask=inside)

@@ -75,7 +75,7 @@ def prefill_tile(device: torch.device, head_dim: int, itemsize: int) -> Tile:
     return Tile(64, 32, 4, 5)
 
 
-def decode_tile(device: torch.device, head_dim: int, itemsize: int, kv_itemsize: int) -> Tile:
+def decode_tile(device: torch.device, head_dim: int, itemsize: int) -> Tile:
     """Return the tile of decode: tensor cores take at least 16 rows. Hopper then runs three programs a
     multiprocessor.
     """
@@ -83,7 +83,7 @@ def decode_tile(device: torch.device, head_dim: int, itemsize: int, kv_itemsize:
         return Tile(16, 32, 8, 2)
     if head_dim > 256:
         return Tile(16, 32, 8, 5 if capability(device)[0] == 9 else 3)
-    if head_dim > 128 or kv_itemsize == 1 or capability(device)[0] != 9:
+    if head_dim > 128 or capability(device)[0] != 9:
         return Tile(16, 32, 4, 5)
     return Tile(16, 64, 4, 5)
 

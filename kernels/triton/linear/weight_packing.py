@@ -51,8 +51,13 @@ def pair(codes_OGg: Tensor, bits: int) -> Tensor:
 
 
 def pack_nibbles(halves_OGg: Tensor) -> Tensor:
+    """Pack inputs i and i + group / 2 in one byte, the inputs of four bytes in the order 0, 2, 1, 3.
+
+    A mask then leaves two neighbors in the halves of a 32-bit word, as tensor cores take them.
+    """
     low, high = halves_OGg.chunk(2, -1)
-    return low | high << 4
+    bytes_OGw = low | high << 4
+    return bytes_OGw.view(*bytes_OGw.shape[:-1], -1, 2, 2).transpose(-1, -2).reshape(bytes_OGw.shape)
 
 
 def group_codes(rounded: QuantizedWeight) -> Grouped:

@@ -115,6 +115,29 @@ def test_eight_bit_keys_and_values(dtype: torch.dtype, softcap: float | None) ->
     assert error < (0.01 if dtype == torch.int8 else 0.05)
 
 
+@pytest.mark.parametrize("latent", [0, 32])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_float16_holds_what_bfloat16_rows_and_scales_have(
+    monkeypatch: pytest.MonkeyPatch, latent: int, fixed: bool
+) -> None:
+    """Products with E4M3 are in float16: queries beyond its range, values of 1e-7 to 1e3, of 0."""
+    monkeypatch.setattr(attention_plan, "LEAST_SPLIT", 32)
+    monkeypatch.setattr(attention_plan, "FIXED_SPLIT", 32)
+    sizes = {"head_dim": 32 + 8, "latent": 32, "heads": (4, 1)} if latent else {"heads": (4, 2)}
+    step = PagedStep([(150, 1), (1, 1), (40, 9)], kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, **sizes)
+    step.q, step.k = [1e6 * q for q in step.q], [1e-6 * k for k in step.k]
+    step.v = [k[..., :latent] for k in step.k] if latent else step.v
+    if not latent:
+        step.v[0] *= torch.logspace(-7, 3, 151).flip(0)[:, None, None]
+        step.v[0][::5] = 0.0
+        step.v[2] *= 1e-8
+    step.q[1][:] = 0.0
+    exact = step.exact()
+    found = step.attend(triton_ops(CPU, torch.bfloat16, deterministic=fixed)).double()
+    for rows in ([0], [1], range(2, 11)):
+        assert (found[rows] - exact[rows]).norm() / exact[rows].norm() < 0.05
+
+
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("longest", [150, nightly(400)])
 def test_long_contexts_are_split(monkeypatch: pytest.MonkeyPatch, window: int | None, longest: int) -> None:

@@ -4,6 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from llmbox.kernels.dispatch import native_ready, select_ops
@@ -12,12 +14,18 @@ from llmbox.kernels.triton.backend import triton_ops
 from llmbox.kernels.triton.linear import gemm, linear
 from llmbox.kernels.triton.linear import gemm_w8a8 as gemm_8_bits
 from llmbox.kernels.triton.linear.fused_moe import experts_product
+from llmbox.kernels.triton.linear.gemm_inner import codes_of, load_words
 from llmbox.kernels.triton.linear.gemm_w8a8 import fp8_product, int8_product
 from llmbox.kernels.triton.linear.linear import FP8_BLOCKS, FP8_ROWS, DenseLinear, dequantize
 from llmbox.kernels.triton.linear.quantize_activations import RowFormat, quantize_rows
-from llmbox.kernels.triton.linear.weight_packing import pack_fp8, pack_fp8_blocks, pack_grouped
+from llmbox.kernels.triton.linear.weight_packing import (
+    group_codes,
+    pack_fp8,
+    pack_fp8_blocks,
+    pack_grouped,
+)
 from llmbox.kernels.weight_packing import QuantizedWeight, to_numbers
-from support.fake_quantized import fake_quantized_ops
+from support.fake_quantized import fake_quantized_ops, stored_nibbles
 from support.numbers import assert_near
 from support.paged import CPU
 from support.published_formats import stored_weight
@@ -114,12 +122,12 @@ def test_split_inputs(monkeypatch: pytest.MonkeyPatch, quant: str | None) -> Non
 
 @pytest.mark.parametrize("quant", ["int8", "int4", "int4-g128"])
 def test_wide_weights_are_those_of_the_format(quant: str) -> None:
-    """Decoded here by the words of the format: a byte of 4-bit weights holds inputs i and i + group / 2."""
+    """Decoded here by the words of the format."""
     weight = torch.randn(37, 150)
     packed = pack_grouped(weight, QUANTS[quant])
     codes = packed.weight
     if packed.bits == 4:
-        codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
+        codes = stored_nibbles(codes).to(torch.int8) - 8
     if packed.steps is not None:
         codes = to_numbers((codes + 8).flatten(0, 1), packed.steps.flatten(0, 1), QUANTS[quant]).view(
             codes.shape
@@ -127,6 +135,41 @@ def test_wide_weights_are_those_of_the_format(quant: str) -> None:
     wide = (codes.float() * packed.scales.float().unsqueeze(-1)).transpose(0, 1).flatten(1)[:, :150]
     assert torch.equal(dequantize(packed, torch.float32), wide)
     assert codes.min() < 0 < codes.max()
+
+
+@triton.jit
+def codes_kernel(
+    out: tl.tensor,
+    weight: tl.tensor,
+    offsets: tl.tensor,
+    SHIFT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GRID: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+) -> None:
+    """Write half of the codes of the first group: those at SHIFT."""
+    cell, i = tl.arange(0, OUTPUTS), tl.arange(0, GROUP // 2)
+    words = load_words(weight, cell, cell < OUTPUTS, GROUP // 2)
+    codes = codes_of(words, SHIFT, offsets, cell, cell < OUTPUTS, GROUP, GRID, out.dtype.element_ty)
+    tl.store(out + cell[:, None] * GROUP + SHIFT // 4 * (GROUP // 2) + i[None, :], codes)
+
+
+@pytest.mark.parametrize("name", [name for name in (*INTEGERS, *STORED) if QUANTS[name].bits == 4])
+def test_codes_from_the_bits_of_floats(name: str) -> None:
+    """The same numbers in float16, without a conversion, as in float32. The interpreter has no bfloat16."""
+    quant = QUANTS[name]
+    if quant.in_checkpoints_only:
+        packed = group_codes(stored_weight(quant, 64, 256))
+    else:
+        packed = pack_grouped(torch.randn(64, 256), quant)
+    found, wide = (
+        torch.full((64, packed.group), torch.nan, dtype=each) for each in (torch.half, torch.float)
+    )
+    for out in (found, wide):
+        for shift in (0, 4):
+            codes_kernel[(1,)](out, packed.weight, packed.offsets, shift, packed.group, packed.grid, 64)
+    assert torch.equal(found.float(), wide)
+    assert len(wide.unique()) > 8
 
 
 def test_many_rows_multiply_wide_weights(monkeypatch: pytest.MonkeyPatch) -> None:
