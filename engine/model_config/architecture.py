@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from llmbox.kernels.activation import Activation
 
-from .attention import LatentRule, LayerSizes, Scales, WindowRule, no_latent, no_scales, no_windows
+from .attention import LatentRule, LayerSizes, Scales, WindowRule, no_windows
 from .fields import MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Fields, attends_both_ways
-from .moe import ExpertRule, no_experts
+from .moe import ExpertRule
 from .mtp import MTPStyle
-from .recurrent.config import RecurrentRule, no_recurrence
+from .recurrent.config import RecurrentRule
 from .rope import RopeRule, one_rope
 
 if TYPE_CHECKING:
@@ -58,10 +58,6 @@ SizesRule = Callable[[Fields, int], tuple[LayerSizes, ...]]
 ModelError."""
 
 
-def equal_layers(_fields: Fields, _layers: int) -> tuple[LayerSizes, ...]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AltUpConfig:
     """Streams of a row (AltUp) and the augmented residual (LAuReL) of Gemma 3n."""
@@ -72,10 +68,6 @@ class AltUpConfig:
     laurel_rank: int
     scales_output: bool = True
     """True if the active stream is scaled before the layer's own embedding is added."""
-
-
-def no_altup(_fields: Fields) -> None:
-    return None
 
 
 EncoderActivation = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
@@ -154,6 +146,13 @@ UNUSED_OF_ENCODERS = (
 EncoderRule = Callable[[Fields], EncoderConfig]
 
 
+RELU2: Mapping[str, Activation] = {"relu2": "relu2"}
+
+
+def four_times_hidden(fields: Fields) -> int:
+    return 4 * fields.integer("hidden_size")
+
+
 def nothing(_fields: Fields) -> None:
     pass
 
@@ -161,10 +160,6 @@ def nothing(_fields: Fields) -> None:
 def refuse_options(**usual: object) -> Callable[[Fields], None]:
     """Return a rule that refuses other values of these keys."""
     return lambda fields: fields.refuse_others(usual, "of this architecture")
-
-
-def no_extras(_fields: Fields) -> tuple[int, int]:
-    return 0, 0
 
 
 def no_rows(_fields: Fields) -> int:
@@ -191,8 +186,6 @@ class ArchitectureTraits:
     """Properties that all models of an architecture share. `ModelConfig` has them too, as they are."""
 
     model_type: str
-    activation: Activation = "silu"
-    """Activation of the gates of MLPs, or of MLPs without one."""
     norms_add_one: bool = False
     """True if norms multiply by 1 + w."""
     fits_float16: bool = True
@@ -235,11 +228,12 @@ class Architecture(ArchitectureTraits):
     """Properties of one architecture. Rules get the fields of config.json, completed by `defaults`."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of transformers, where they differ from those that most architectures share."""
+    """Defaults of transformers, where they differ from those that most architectures share, or functions
+    that compute them from other fields."""
     head_dim: int | None = None
     """Default head dimension; None: hidden_size / num_attention_heads."""
-    hidden_acts: tuple[str, ...] = ("silu",)
-    """Values that config.json may have for `hidden_act`, the default first."""
+    hidden_acts: Mapping[str, Activation] = field(default_factory=lambda: {"silu": "silu"})
+    """Activations by the values that config.json may have for `hidden_act`, the default first."""
     is_nested: bool = False
     """True if config.json has it in `text_config`, as the language model of a vision-language model."""
     nested: tuple["Architecture", ...] = ()
@@ -267,10 +261,10 @@ class Architecture(ArchitectureTraits):
     (`g_proj`); empty: there are no such gates."""
     windows: WindowRule = no_windows
     ropes: RopeRule = one_rope
-    experts: ExpertRule = no_experts
-    recurrence: RecurrentRule = no_recurrence
-    latent: LatentRule = no_latent
-    scales: Callable[[Fields], Scales] = no_scales
+    experts: ExpertRule = lambda _fields, _layers: None
+    recurrence: RecurrentRule = lambda _fields, _layers: None
+    latent: LatentRule = lambda _fields: None
+    scales: Callable[[Fields], Scales] = lambda _fields: Scales()
     encoder: EncoderRule | None = None
     """Rule for an encoder of the BERT family, which sees a whole text at once and makes no text."""
     may_be_bidirectional: bool = False
@@ -282,10 +276,10 @@ class Architecture(ArchitectureTraits):
     """Keys of config.json that this architecture calls otherwise: {usual key: its key}."""
     sizes: Callable[[Fields], Mapping[str, Any]] = as_it_is
     """Rule that returns the fields which this architecture computes from others."""
-    layer_sizes: SizesRule = equal_layers
-    per_layer: Callable[[Fields], tuple[int, int]] = no_extras
+    layer_sizes: SizesRule = lambda _fields, _layers: ()
+    per_layer: Callable[[Fields], tuple[int, int]] = lambda _fields: (0, 0)
     """Rule that returns the width of the embeddings that each layer has, and the tokens that these know."""
-    altup: Callable[[Fields], AltUpConfig | None] = no_altup
+    altup: Callable[[Fields], AltUpConfig | None] = lambda _fields: None
     mtp: MTPStyle | None = None
     """Names of the layer for multi-token prediction that its checkpoints may have; None: they have none, or
     another one."""
@@ -310,7 +304,12 @@ class Architecture(ArchitectureTraits):
         raw |= {usual: raw[key] for usual, key in self.aliases.items() if raw.get(key) is not None}
         if fields.raw.get("rope_scaling") is not None and fields.raw.get("rope_parameters") is None:
             raw["rope_parameters"] = None
-        return Fields({**raw, **self.sizes(Fields(raw, fields.where))}, fields.where)
+        called = {usual: key for usual, key in self.aliases.items() if fields.raw.get(key) is not None}
+        found = Fields(raw, fields.where, called)
+        for key, default in self.defaults.items():
+            if callable(default) and (raw[key] is None or raw[key] is default):
+                raw[key] = default(found)
+        return found.replace(**self.sizes(found))
 
     def read_sizes(self, fields: Fields) -> CommonSizes:
         """Return the sizes of completed fields. Raises ModelError for those that fit no model."""
@@ -333,14 +332,16 @@ class Architecture(ArchitectureTraits):
     def has_qk_norm(self, fields: Fields) -> bool:
         return not self.qk_norm_flag or fields.flag(self.qk_norm_flag, default=False)
 
+    def read_activation(self, fields: Fields) -> Activation:
+        acts = self.hidden_acts
+        name = fields.text("hidden_act", next(iter(acts)))
+        if name not in acts:
+            raise fields.error(f"hidden_act {name!r} is not supported, only {' or '.join(map(repr, acts))}")
+        return acts[name]
+
 
 def refuse_unsupported(fields: Fields, kind: Architecture) -> None:
     """Raise ModelError for options that would be computed wrongly."""
-    acts = kind.hidden_acts
-    if fields.text("hidden_act", acts[0]) not in acts:
-        raise fields.error(
-            f"hidden_act {fields.raw['hidden_act']!r} is not supported, only {' or '.join(map(repr, acts))}"
-        )
     both = attends_both_ways(fields) and not kind.may_be_bidirectional
     if both or fields.raw.get("is_causal") is False:
         raise fields.error("attention in both directions is not supported, only to tokens before")

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from llmbox.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT
+
 from ..errors import UnsupportedArchitecture
 from .architecture import MISSING, Architecture, refuse_options
 from .attention import (
@@ -41,7 +43,6 @@ from .moe import (
     olmoe_experts,
     qwen2_moe_experts,
     qwen3_moe_experts,
-    refuse_other_minimax,
 )
 from .rope import (
     interleaved_rope,
@@ -58,6 +59,13 @@ def refuse_other_texts(fields: Fields) -> None:
     """Refuse language models of a LLaVA that are not among its `nested` ones; without a name it is Llama."""
     if (name := fields.raw.get("model_type")) not in {None, "llava"}:
         raise fields.error(f"a language model of {show(name)} is not supported, only of llama and mistral")
+
+
+def refuse_other_minimax(fields: Fields) -> None:
+    if set(fields.raw.get("attn_type_list") or [1]) != {1}:
+        raise fields.error("attn_type_list names layers of linear attention, which are not supported")
+    usual = {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True}
+    refuse_options(**usual, scoring_func="sigmoid", shared_intermediate_size=0)(fields)
 
 
 SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
@@ -194,13 +202,14 @@ ARCHITECTURES: dict[str, Architecture] = {
             "rope_parameters": _GPT_OSS_ROPE,
         },
         head_dim=64,
-        activation="swiglu_oai",
+        hidden_acts={"silu": "swiglu_oai"},
         attention_bias=True,
         has_sinks=True,
         fits_float16=False,
         sizes=types_where(lambda layer, _layers: layer % 2 == 1),
         windows=windows_by_type,
         experts=gpt_oss_experts,
+        refuse=refuse_options(swiglu_alpha=SWIGLU_ALPHA, swiglu_limit=SWIGLU_LIMIT),
     ),
     "CohereForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, "rope_theta": 5e5}),
     "Cohere2ForCausalLM": replace(
@@ -317,8 +326,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ApertusForCausalLM": Architecture(
         model_type="apertus",
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1.2e7, "rope_parameters": _APERTUS_ROPE},
-        hidden_acts=("xielu",),
-        activation="xielu",
+        hidden_acts={"xielu": "xielu"},
         attention_bias=True,
         qk_norm="heads",
         names={

@@ -246,16 +246,13 @@ LatentRule = Callable[[Fields], LatentConfig | None]
 """Rule (config.json) -> MLA; None for a model without. Raises ModelError."""
 
 
-def no_latent(_fields: Fields) -> None:
-    return None
-
-
-def no_scales(_fields: Fields) -> Scales:
-    return Scales()
-
-
 def cohere_scales(fields: Fields) -> Scales:
     return Scales(logits=multiplier(fields, "logit_scale"))
+
+
+def root_of_width_if(fields: Fields, key: str, *, default: bool) -> float:
+    """Return the multiplier of embeddings that a flag asks for: the root of the hidden size."""
+    return fields.integer("hidden_size") ** 0.5 if fields.flag(key, default=default) else 1.0
 
 
 def multipliers(fields: Fields, name: str, count: int) -> tuple[float, ...]:

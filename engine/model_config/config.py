@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmbox.kernels.activation import UNGATED
+from llmbox.kernels.activation import UNGATED, Activation
 
 from ..checkpoint.files import read_json
 from ..checkpoint.formats.floats import split_experts
@@ -54,6 +54,8 @@ from .vision.families import find_vision, vision_shape, why_no_tower
 class ModelConfig(ArchitectureTraits):
     """Validated configuration of a model."""
 
+    activation: Activation
+    """Activation of the gates of MLPs, or of MLPs without one."""
     dtype: Dtype
     """Dtype of the checkpoint: bfloat16, float16 or float32."""
     vocab_size: int
@@ -290,6 +292,7 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
         fields = with_text_sizes(fields, kind.model_type)
     fields = kind.complete(fields)
     kind = replace(kind, **kind.variant(fields))
+    activation = kind.read_activation(fields)
     refuse_unsupported(fields, kind)
     sizes = kind.read_sizes(fields)
     is_bidirectional = kind.encoder is not None or attends_both_ways(fields)
@@ -308,6 +311,7 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
     per_layer_width, per_layer_vocab = kind.per_layer(fields)
     return ModelConfig(
         **kind.traits(),
+        activation=activation,
         dtype=checkpoint_dtype(fields),
         vocab_size=fields.integer("vocab_size", most=16 * MAX_WIDTH),
         hidden_size=sizes.hidden,

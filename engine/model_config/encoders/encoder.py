@@ -10,7 +10,7 @@ from typing import Any, Final
 from ..architecture import Architecture, ClassifierConfig, EncoderActivation, EncoderConfig, EncoderRule
 from ..attention import Windows, layer_types
 from ..fields import Fields, show
-from ..moe import selected_of
+from ..moe import selected_by
 from ..rope import LayerRopes, RopeConfig, one_rope, parse_rope
 
 _ACTIVATIONS: Final[dict[str, EncoderActivation]] = {
@@ -193,7 +193,7 @@ def _nomic(fields: Fields) -> EncoderConfig:
     """Read a NomicBert. Version 2 has an MLP without gates, and experts in every other layer."""
     experts, every = (0, 0), fields.integer("moe_every_n_layers", 0)
     if every and fields.raw.get("num_experts"):
-        experts = selected_of(fields, "num_experts", "moe_top_k")
+        experts = selected_by("num_experts", top_k="moe_top_k")(fields)
     if experts[0] and every < 2:
         raise fields.error(f"moe_every_n_layers {every} is not supported, only 2 and more")
     return EncoderConfig(
@@ -284,7 +284,7 @@ def encoder_entry(
     model_type: str, rule: EncoderRule, defaults: Mapping[str, Any], *, bias: bool = True, **others: Any
 ) -> Architecture:
     usual = {
-        "hidden_acts": tuple(_ACTIVATIONS),
+        "hidden_acts": dict.fromkeys(_ACTIVATIONS, "silu"),
         "ropes": _no_rope,
         "attention_bias": True,
         "aliases": {"rms_norm_eps": "layer_norm_eps"},

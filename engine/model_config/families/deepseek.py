@@ -5,20 +5,19 @@ Mistral 4, MiniCPM 3 and Youtu-LLM. DeepSeek V1, Ling 1, Aria and other MiniCPMs
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..architecture import Architecture, refuse_options
 from ..attention import IndexConfig, LatentConfig, Scales
 from ..fields import Fields, raw_rope
 from ..moe import (
-    ExpertsConfig,
     StackedExperts,
     deepseek_experts,
     deepseek_v1_experts,
     deepseek_v2_experts,
     deepseek_v3_experts,
     experts_with,
-    refuse_small_groups,
 )
 from ..rope import MAX_FACTOR, LayerRopes, RopeConfig, interleaved_rope, partial_rope
 
@@ -123,12 +122,6 @@ def mistral4_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -
         return ropes, layer_ropes
     grown = RopeConfig(rotary_dim=0, query_growth=growth, original_context=original, of_queries=True)
     return (*ropes, grown), layer_ropes
-
-
-def mistral4_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read a softmax router with groups, of which two experts count, beside shared experts."""
-    found = refuse_small_groups(fields, deepseek_experts(fields, layers, group_best=2))
-    return replace(found, stacked=StackedExperts()) if any(found.layers) else None
 
 
 def minicpm3_sizes(fields: Fields) -> dict[str, Any]:
@@ -250,7 +243,7 @@ MISTRAL4 = Architecture(
     latent=deepseek_latent,
     scales=deepseek_scales,
     ropes=mistral4_ropes,
-    experts=mistral4_experts,
+    experts=partial(deepseek_experts, group_best=2, stacked=StackedExperts()),
 )
 
 DEEPSEEKS: dict[str, Architecture] = {

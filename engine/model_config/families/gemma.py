@@ -144,8 +144,7 @@ def muse_glimmer_scales(fields: Fields) -> Scales:
 _GEMMA = Architecture(
     model_type="gemma",
     defaults=GEMMA,
-    hidden_acts=(ACTIVATION, "gelu"),
-    activation="gelu_tanh",
+    hidden_acts=dict.fromkeys((ACTIVATION, "gelu"), "gelu_tanh"),
     norms_add_one=True,
     fits_float16=False,
     scales=gemma_scales,

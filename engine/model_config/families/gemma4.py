@@ -17,7 +17,7 @@ from ..attention import (
     windows_by_type,
 )
 from ..fields import Fields
-from ..moe import ExpertsConfig, StackedExperts, selected_of
+from ..moe import StackedExperts, integer, read_experts, selected_by
 from ..rope import LayerRopes, read_proportional_rope
 from .gemma import ACTIVATION, gemma3_ropes, gemma_scales, logits_cap, refuse_gemma2, refuse_gemma3
 
@@ -36,6 +36,7 @@ GEMMA4: Mapping[str, Any] = {
     "sliding_window": 512,
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262144,
+    "enable_moe_block": False,
 }
 """Defaults of transformers for its text part."""
 GEMMA4_UNIFIED: Mapping[str, Any] = {
@@ -165,26 +166,6 @@ def gemma4_per_layer(fields: Fields) -> tuple[int, int]:
     return width, fields.integer("vocab_size_per_layer_input") if width else 0
 
 
-def gemma4_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read experts beside an MLP of each layer, if there are any."""
-    if not fields.flag("enable_moe_block", default=False):
-        return None
-    count, per_token = selected_of(fields, "num_experts", "top_k_experts")
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("moe_intermediate_size"),
-        normalized=True,
-        layers=(True,) * layers,
-        shared_inner=fields.integer("intermediate_size"),
-        module="",
-        router="router.proj",
-        shared="mlp",
-        factors="router.per_expert_scale",
-        stacked=StackedExperts(),
-    )
-
-
 def _per_layer_width(fields: Fields) -> int:
     if fields.raw.get("hidden_size_per_layer_input") == 0:
         return 0
@@ -202,8 +183,7 @@ def _types(fields: Fields) -> list[str]:
 _GEMMA4 = Architecture(
     model_type="gemma4_text",
     defaults=GEMMA4,
-    hidden_acts=(ACTIVATION,),
-    activation="gelu_tanh",
+    hidden_acts={ACTIVATION: "gelu_tanh"},
     fits_float16=False,
     qk_norm="heads",
     norms_values=True,
@@ -212,7 +192,17 @@ _GEMMA4 = Architecture(
     windows=gemma4_windows,
     ropes=gemma4_ropes,
     scales=gemma4_scales,
-    experts=gemma4_experts,
+    experts=read_experts(
+        selected_by("num_experts", top_k="top_k_experts"),
+        without={"enable_moe_block": False},
+        normalized=True,
+        shared_inner=integer("intermediate_size"),
+        module="",
+        router="router.proj",
+        shared="mlp",
+        factors="router.per_expert_scale",
+        stacked=StackedExperts(),
+    ),
     layer_sizes=gemma4_layers,
     per_layer=gemma4_per_layer,
     refuse=refuse_gemma4,
@@ -303,8 +293,7 @@ def gemma3n_altup(fields: Fields) -> AltUpConfig:
 _GEMMA3N = Architecture(
     model_type="gemma3n_text",
     defaults=GEMMA3N,
-    hidden_acts=(ACTIVATION,),
-    activation="gelu_tanh",
+    hidden_acts={ACTIVATION: "gelu_tanh"},
     fits_float16=False,
     qk_norm="heads",
     norms_values=True,

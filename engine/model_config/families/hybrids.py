@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..architecture import Architecture, as_it_is
+from ..architecture import RELU2, Architecture, as_it_is, refuse_options
 from ..attention import Scales, multiplier, multipliers
 from ..fields import Fields
 from ..moe import (
+    W123,
     StackedExperts,
     deepseek_v3_experts,
     experts_with,
@@ -23,7 +24,6 @@ from ..recurrent.families import (
     granite_sizes,
     jamba_experts,
     jamba_recurrence,
-    kimi_linear_experts,
     kimi_recurrence,
     lfm2_recurrence,
     lfm2_sizes,
@@ -40,9 +40,6 @@ from ..recurrent.families import (
     olmo_recurrence,
     qwen3_5_recurrence,
     qwen3_next_recurrence,
-    refuse_other_kimi,
-    refuse_other_lfm3,
-    refuse_other_nemotron,
 )
 from ..rope import (
     no_rope,
@@ -176,7 +173,7 @@ _LFM3 = Architecture(
         "g_proj": "gate_proj",
         "norm": "embedding_norm",
     },
-    refuse=refuse_other_lfm3,
+    refuse=refuse_options(use_sandwich_norm=True),
 )
 _BAMBA = Architecture(
     model_type="bamba",
@@ -277,8 +274,7 @@ HYBRIDS: dict[str, Architecture] = {
             "num_experts_per_tok": 2,
         },
         head_dim=128,
-        hidden_acts=("relu2",),
-        activation="relu2",
+        hidden_acts=RELU2,
         fits_float16=False,
         mlp_bias=True,
         block="single",
@@ -289,7 +285,7 @@ HYBRIDS: dict[str, Architecture] = {
         aliases={"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act"},
         names={"input_layernorm": "norm", "mamba": "mixer", "self_attn": "mixer", "mlp": "mixer"},
         own_code="modeling_nemotron_h.NemotronHForCausalLM",
-        refuse=refuse_other_nemotron,
+        refuse=refuse_options(mamba_hidden_act="silu"),
     ),
     "Mamba2ForCausalLM": Architecture(
         model_type="mamba2",
@@ -342,10 +338,10 @@ HYBRIDS: dict[str, Architecture] = {
         sizes=deepseek_sizes,
         scales=deepseek_scales,
         recurrence=kimi_recurrence,
-        experts=kimi_linear_experts,
+        experts=experts_with(deepseek_v3_experts, module="block_sparse_moe", projections=W123),
         aliases=LING_NAMES,
         own_code="modeling_kimi.KimiLinearForCausalLM",
-        refuse=refuse_other_kimi,
+        refuse=refuse_options(mla_use_nope=True, moe_router_activation_func="sigmoid"),
     ),
     "BailingHybridForCausalLM": Architecture(
         model_type="bailing_hybrid",

@@ -19,11 +19,16 @@ from ..attention import (
 )
 from ..fields import Fields, raw_rope, show
 from ..moe import (
+    ExpertRule,
     ExpertsConfig,
+    LayersRule,
     deepseek_v3_experts,
+    integer,
     layers_after_dense,
+    normalized_if,
     qwen3_moe_experts,
-    selected_of,
+    read_experts,
+    selected_by,
     sparse_layers,
 )
 from ..rope import (
@@ -64,7 +69,6 @@ def cohere2_moe_sizes(fields: Fields) -> dict[str, Any]:
 
 def cohere2_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     """Read experts whose mean with a shared one is taken, with a softmax or sigmoids of the chosen ones."""
-    count, per_token = selected_of(fields, "num_experts")
     scoring = fields.text("expert_selection_fn", "softmax")
     combined = fields.text("shared_expert_combination_strategy", "average")
     if scoring not in {"softmax", "sigmoid"} or combined not in {"average", "sum"}:
@@ -72,21 +76,19 @@ def cohere2_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
             f"expert_selection_fn {scoring!r} with shared_expert_combination_strategy {combined!r} is not "
             "supported, only softmax or sigmoid with average or sum"
         )
-    inner = fields.integer("expert_intermediate_size")
     shared = int(fields.number("num_shared_experts", 0))
     averages = shared > 0 and combined == "average"
-    found = ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=inner,
-        normalized=scoring == "softmax" or fields.flag("norm_topk_prob", default=True),
-        layers=layers_after_dense(fields, layers),
-        scoring="softmax" if scoring == "softmax" else "sigmoid",
+    rule = read_experts(
+        selected_by("num_experts"),
+        layers_after_dense,
+        inner="expert_intermediate_size",
+        normalized=scoring == "softmax" or normalized_if(True),
+        scoring=scoring,
         scale=0.5 if averages else 1.0,
         averages=averages,
-        shared_inner=inner * shared,
+        shared_inner=fields.integer("expert_intermediate_size") * shared,
     )
-    return found if any(found.layers) else None
+    return rule(fields, layers)
 
 
 def cohere2_moe_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
@@ -102,40 +104,17 @@ def cohere2_moe_ropes(fields: Fields, head_dim: int, positions: int, layers: int
     return (rope, RopeConfig(rotary_dim=0)), tuple(map(int, still))
 
 
-def cohere2_moe_variant(fields: Fields) -> dict[str, Any]:
-    return {"block": "parallel_rms" if fields.flag("has_rms_norms", default=False) else "parallel"}
-
-
-def experts_beside_shared(fields: Fields, sparse: tuple[bool, ...], **router: Any) -> ExpertsConfig | None:
-    """Read experts of the layers that `sparse` says, beside a shared one of a size of its own."""
-    key = "num_experts" if fields.raw.get("num_local_experts") is None else "num_local_experts"
-    count, per_token = selected_of(fields, key)
-    found = ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("moe_intermediate_size"),
-        layers=sparse,
-        shared_inner=fields.integer("shared_expert_intermediate_size"),
-        **router,
+def experts_beside_shared(layers: LayersRule | None = None, **router: Any) -> ExpertRule:
+    """Return a rule that reads experts beside a shared one of a size of its own."""
+    shared = integer("shared_expert_intermediate_size")
+    return read_experts(
+        selected_by("num_local_experts", "num_experts"), layers, shared_inner=shared, **router
     )
-    return found if any(sparse) else None
-
-
-def kolibri1_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    normalized = fields.flag("norm_topk_prob", default=False)
-    router = {"scoring": "sigmoid_of_logits", "correction": "gate.e_score_correction_bias"}
-    return experts_beside_shared(fields, (True,) * layers, normalized=normalized, **router)
 
 
 def kolibri1_sizes(fields: Fields) -> dict[str, Any]:
     """Return the size of an MLP, which no layer has, and the types of layers."""
     return {"intermediate_size": fields.integer("shared_expert_intermediate_size"), **types_every(5)(fields)}
-
-
-def flint_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    router = {"scoring": "sigmoid", "shared": "shared_expert"}
-    normalized = fields.flag("norm_topk_prob", default=True)
-    return experts_beside_shared(fields, sparse_layers(fields, layers), normalized=normalized, **router)
 
 
 def laguna_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
@@ -153,18 +132,6 @@ def laguna_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
     return tuple(
         LayerSizes(kv_heads=kv_heads, head_dim=head_dim, inner=inner, kv_source=layer, heads=int(each))
         for layer, each in enumerate(heads)
-    )
-
-
-def laguna_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    return experts_beside_shared(
-        fields,
-        layers_after_dense(fields, layers),
-        normalized=True,
-        scoring="sigmoid",
-        scale=fields.number("moe_routed_scaling_factor", 1.0),
-        correction="experts.e_score_correction_bias",
-        shared="shared_expert",
     )
 
 
@@ -234,11 +201,6 @@ def mimo_v2_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
     )
 
 
-def mimo_v2_scales(fields: Fields) -> Scales:
-    value = fields.optional_number("attention_value_scale")
-    return Scales(values=1.0 if value is None else value)
-
-
 def refuse_other_mimo_v2(fields: Fields) -> None:
     refuse_options(add_full_attention_sink_bias=False, add_swa_attention_sink_bias=True)(fields)
     for key in ("head_dim", "v_head_dim", "num_attention_heads"):
@@ -277,7 +239,7 @@ MIXTURES: dict[str, Architecture] = {
         },
         head_dim=128,
         attention_bias=True,
-        variant=cohere2_moe_variant,
+        variant=lambda fields: {"block": "parallel_rms" if fields.raw["has_rms_norms"] else "parallel"},
         sizes=cohere2_moe_sizes,
         windows=windows_by_type,
         ropes=cohere2_moe_ropes,
@@ -294,7 +256,9 @@ MIXTURES: dict[str, Architecture] = {
         sizes=types_where(lambda n, layers: n < 2 or n % 4 == 1 or n == layers - 1),
         windows=windows_by_type,
         ropes=rope_of_sliding_layers,
-        experts=flint_experts,
+        experts=experts_beside_shared(
+            sparse_layers, normalized=normalized_if(True), scoring="sigmoid", shared="shared_expert"
+        ),
         names={"sinks": "softmax_offset"},
     ),
     "Kolibri1ForCausalLM": Architecture(
@@ -306,7 +270,11 @@ MIXTURES: dict[str, Architecture] = {
         sizes=kolibri1_sizes,
         windows=windows_by_type,
         ropes=rope_of_sliding_layers,
-        experts=kolibri1_experts,
+        experts=experts_beside_shared(
+            normalized=normalized_if(False),
+            scoring="sigmoid_of_logits",
+            correction="gate.e_score_correction_bias",
+        ),
         names={
             "post_attention_layernorm": "post_attn_norm",
             "pre_feedforward_layernorm": "post_attention_layernorm",
@@ -329,7 +297,14 @@ MIXTURES: dict[str, Architecture] = {
         layer_sizes=laguna_layers,
         windows=windows_by_type,
         ropes=partial_ropes_by_type,
-        experts=laguna_experts,
+        experts=experts_beside_shared(
+            layers_after_dense,
+            normalized=True,
+            scoring="sigmoid",
+            scale=lambda fields: fields.number("moe_routed_scaling_factor", 1.0),
+            correction="experts.e_score_correction_bias",
+            shared="shared_expert",
+        ),
         own_code="modeling_laguna.LagunaForCausalLM",
         refuse=refuse_other_laguna,
     ),
@@ -348,7 +323,7 @@ MIXTURES: dict[str, Architecture] = {
         layer_sizes=mimo_v2_layers,
         windows=windows_by_type,
         ropes=partial_ropes_by_type,
-        scales=mimo_v2_scales,
+        scales=lambda fields: Scales(values=fields.number("attention_value_scale", 1.0)),
         experts=deepseek_v3_experts,
         aliases={"rms_norm_eps": "layernorm_epsilon"},
         names={"sinks": "attention_sink_bias"},

@@ -7,24 +7,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..architecture import Architecture, refuse_options
+from ..architecture import Architecture, four_times_hidden, refuse_options
 from ..attention import (
     Scales,
     Windows,
     decilm_layers,
     decilm_sizes,
     one_window,
+    root_of_width_if,
     types_by_pattern,
     windows_by_type,
 )
 from ..fields import Fields
 from ..moe import (
-    ExpertsConfig,
+    W123,
     StackedExperts,
     deepseek_v3_experts,
     experts_with,
+    integer,
     olmoe_experts,
-    selected_of,
+    read_experts,
+    selected_by,
 )
 from ..rope import (
     LayerRopes,
@@ -95,69 +98,21 @@ def llama4_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> 
     return (rope, still), tuple(0 if turns else 1 for turns in rotating_layers(fields, layers))
 
 
-def llama4_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read experts whose inputs are scaled by the sigmoid of their logit, beside a shared expert."""
-    count, per_token = selected_of(fields, "num_local_experts")
+def llama4_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return True for the layers of `moe_layers`, or for each `interleave_moe_layer_step`-th."""
     sparse = fields.raw.get("moe_layers")
     if sparse is None:
         step = fields.integer("interleave_moe_layer_step", 1)
         sparse = list(range(step - 1, layers, step))
-    if not (sparse := fields.layer_numbers("moe_layers", sparse, layers)):
-        return None
-    inner = fields.integer("expert_intermediate_size")
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=inner,
-        normalized=False,
-        layers=tuple(layer in sparse for layer in range(layers)),
-        scoring="sigmoid",
-        scales_inputs=True,
-        shared_inner=inner,
-        router="router",
-        shared="shared_expert",
-        stacked=StackedExperts(is_transposed=True, turns_adapters=True),
-    )
+    sparse = fields.layer_numbers("moe_layers", sparse, layers)
+    return tuple(layer in sparse for layer in range(layers))
 
 
-def phimoe_experts(fields: Fields, layers: int) -> ExpertsConfig:
-    """Read experts that SparseMixer selects."""
-    count, per_token = selected_of(fields, "num_local_experts")
+def phimoe_jitter(fields: Fields) -> float:
     jitter = fields.number("router_jitter_noise", 0.01)
     if not 0.0 < jitter <= 1.0:
         raise fields.error(f"router_jitter_noise {jitter} must be more than 0 and at most 1")
-    if per_token != 2:
-        raise fields.error(f"num_experts_per_tok {per_token} is not supported of this architecture, only 2")
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("intermediate_size"),
-        normalized=False,
-        layers=(True,) * layers,
-        jitter=jitter,
-        module="block_sparse_moe",
-        projections=("w1", "w3", "w2"),
-    )
-
-
-def afmoe_scales(fields: Fields) -> Scales:
-    is_scaled = fields.flag("mup_enabled", default=False)
-    return Scales(embedding=fields.integer("hidden_size") ** 0.5 if is_scaled else 1.0)
-
-
-def exaone_sizes(fields: Fields) -> dict[str, Any]:
-    return {"intermediate_size": fields.integer("intermediate_size", 4 * fields.integer("hidden_size"))}
-
-
-def refuse_other_ling(fields: Fields) -> None:
-    for key in ("moe_router_enable_expert_bias", "norm_topk_prob"):
-        if not fields.flag(key, default=True):
-            raise fields.error(f"{key} false is not supported of a Ling")
-
-
-def refuse_other_afmoe(fields: Fields) -> None:
-    usual = {"attention_bias": False, "score_func": "sigmoid", "route_norm": True}
-    fields.refuse_others(usual, "of an AFMoE")
+    return jitter
 
 
 _LLAMA4 = Architecture(
@@ -171,7 +126,18 @@ _LLAMA4 = Architecture(
     sizes=llama4_sizes,
     windows=llama4_windows,
     ropes=llama4_ropes,
-    experts=llama4_experts,
+    experts=read_experts(
+        selected_by("num_local_experts"),
+        llama4_layers,
+        inner="expert_intermediate_size",
+        normalized=False,
+        scoring="sigmoid",
+        scales_inputs=True,
+        shared_inner=integer("expert_intermediate_size"),
+        router="router",
+        shared="shared_expert",
+        stacked=StackedExperts(is_transposed=True, turns_adapters=True),
+    ),
     names={"mlp": "feed_forward"},
 )
 _PHIMOE = Architecture(
@@ -182,8 +148,16 @@ _PHIMOE = Architecture(
     head_bias_flag="lm_head_bias",
     windows=one_window,
     ropes=one_rope,
-    experts=phimoe_experts,
+    experts=read_experts(
+        selected_by("num_local_experts"),
+        inner="intermediate_size",
+        normalized=False,
+        jitter=phimoe_jitter,
+        module="block_sparse_moe",
+        projections=W123,
+    ),
     own_code="modeling_phimoe.PhiMoEForCausalLM",
+    refuse=refuse_options(num_experts_per_tok=2),
 )
 _OLMO2 = Architecture(
     model_type="olmo2",
@@ -243,7 +217,7 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         windows=windows_by_type,
         ropes=rope_of_sliding_layers,
         experts=experts_with(deepseek_v3_experts, router="router.gate", correction="expert_bias"),
-        scales=afmoe_scales,
+        scales=lambda fields: Scales(embedding=root_of_width_if(fields, "mup_enabled", default=False)),
         aliases={
             "sliding_window_pattern": "global_attn_every_n_layers",
             "first_k_dense_replace": "num_dense_layers",
@@ -256,7 +230,7 @@ OTHER_FAMILIES: dict[str, Architecture] = {
             "post_feedforward_layernorm": "post_mlp_layernorm",
         },
         own_code="modeling_afmoe.AfmoeForCausalLM",
-        refuse=refuse_other_afmoe,
+        refuse=refuse_options(attention_bias=False, score_func="sigmoid", route_norm=True),
     ),
     "BailingMoeV2ForCausalLM": Architecture(
         model_type="bailing_moe",
@@ -286,7 +260,7 @@ OTHER_FAMILIES: dict[str, Architecture] = {
             "scoring_func": "score_function",
         },
         own_code="modeling_bailing_moe_v2.BailingMoeV2ForCausalLM",
-        refuse=refuse_other_ling,
+        refuse=refuse_options(moe_router_enable_expert_bias=True, norm_topk_prob=True),
     ),
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(
@@ -337,8 +311,11 @@ OTHER_FAMILIES: dict[str, Architecture] = {
     ),
     "ExaoneForCausalLM": Architecture(
         model_type="exaone",
-        defaults={"max_position_embeddings": 2048, "tie_word_embeddings": True},
-        sizes=exaone_sizes,
+        defaults={
+            "intermediate_size": four_times_hidden,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+        },
         aliases={
             "num_hidden_layers": "num_layers",
             "hidden_act": "activation_function",

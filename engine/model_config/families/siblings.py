@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..architecture import Architecture
+from ..architecture import RELU2, Architecture
 from ..attention import (
     FULL,
     SLIDING,
@@ -27,9 +27,13 @@ from ..moe import (
     experts_with,
     granite_hybrid_experts,
     granite_moe_experts,
+    integer,
     layers_after_dense,
+    normalized_if,
     qwen3_moe_experts,
-    selected_of,
+    read_experts,
+    selected_by,
+    softmax_over_all,
 )
 from ..recurrent.families import granite_sizes
 from ..rope import (
@@ -68,13 +72,6 @@ def refuse_without_post_norms(fields: Fields) -> None:
         raise fields.error("use_post_norm false is not supported")
 
 
-def mellum_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read experts in the layers that `mlp_layer_types` calls sparse, by default in all."""
-    sparse = layers_after_dense(fields.replace(first_k_dense_replace=0, moe_layer_freq=1), layers)
-    dense = [layer for layer in range(layers) if not sparse[layer]]
-    return qwen3_moe_experts(fields.replace(mlp_only_layers=dense), layers)
-
-
 def dots1_windows(fields: Fields, layers: int) -> Windows:
     """Return windows by `layer_types`, or from `max_window_layers` on."""
     most = {"use_sliding_window": True, "max_window_layers": fields.number("max_window_layers", layers)}
@@ -111,11 +108,23 @@ def hyperclova_scales(fields: Fields) -> Scales:
     return replace(found, attention=attention, logits=multiplier(fields, "logits_scaling"))
 
 
+def granite_shared_sizes(fields: Fields) -> Mapping[str, Any]:
+    return granite_sizes(fields) if fields.raw.get("shared_intermediate_size") else {}
+
+
+def granite_swa_sizes(fields: Fields) -> Mapping[str, Any]:
+    return {**granite_shared_sizes(fields), **types_first_of_four(fields)}
+
+
+def layers_without_dense(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return True for each layer that `mlp_layer_types` calls sparse, by default for all."""
+    return layers_after_dense(fields.replace(first_k_dense_replace=0, moe_layer_freq=1), layers)
+
+
 def granite_shared_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     """Read experts, beside an MLP of each layer where `shared_intermediate_size` is not 0."""
-    if fields.raw.get("expert_intermediate_size") is None:
-        return granite_moe_experts(fields, layers)
-    return granite_hybrid_experts(fields, layers)
+    has_mlp = fields.raw.get("expert_intermediate_size") is not None
+    return (granite_hybrid_experts if has_mlp else granite_moe_experts)(fields, layers)
 
 
 def granite_swa_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
@@ -126,34 +135,16 @@ def granite_swa_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     return found and replace(found, router=f"{at}router", stacked=stacked)
 
 
-def granite_shared_sizes(fields: Fields) -> Mapping[str, Any]:
-    return granite_sizes(fields) if fields.raw.get("shared_intermediate_size") else {}
-
-
-def granite_swa_sizes(fields: Fields) -> Mapping[str, Any]:
-    return {**granite_shared_sizes(fields), **types_first_of_four(fields)}
-
-
-def hunyuan_moe_experts(fields: Fields, layers: int) -> ExpertsConfig:
-    raw = dict(fields.raw)
+def same_in_all_layers(fields: Fields) -> tuple[int, int]:
+    """Read the numbers of experts, which may be lists with the same number for each layer."""
+    layers, same = fields.integer("num_hidden_layers"), dict[str, object]()
     for key in ("num_experts", "moe_topk"):
-        each = raw.get(key)
+        each = fields.raw.get(key)
         if isinstance(each, list):
             if len(each) < layers or len(set(each[:layers])) != 1:
                 raise fields.error(f"{key} must be the same for each of {layers} layers")
-            raw[key] = each[0]
-    count, per_token = selected_of(Fields(raw, fields.where), "num_experts", "moe_topk")
-    inner = fields.integer("intermediate_size")
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=inner,
-        normalized=True,
-        layers=(True,) * layers,
-        shared_inner=inner,
-        router="gate.wg",
-        shared="shared_mlp",
-    )
+            same[key] = each[0]
+    return selected_by("num_experts", top_k="moe_topk")(fields.replace(**same))
 
 
 _HUNYUAN = Architecture(
@@ -200,8 +191,7 @@ SIBLINGS: dict[str, Architecture] = {
     "ArceeForCausalLM": Architecture(
         model_type="arcee",
         defaults={"rms_norm_eps": 1e-5},
-        hidden_acts=("relu2",),
-        activation="relu2",
+        hidden_acts=RELU2,
         fits_float16=False,
         attention_bias=True,
         mlp_bias=True,
@@ -278,7 +268,18 @@ SIBLINGS: dict[str, Architecture] = {
         ropes=interleaved_rope,
     ),
     "HunYuanDenseV1ForCausalLM": _HUNYUAN,
-    "HunYuanMoEV1ForCausalLM": replace(_HUNYUAN, model_type="hunyuan_v1_moe", experts=hunyuan_moe_experts),
+    "HunYuanMoEV1ForCausalLM": replace(
+        _HUNYUAN,
+        model_type="hunyuan_v1_moe",
+        experts=read_experts(
+            same_in_all_layers,
+            inner="intermediate_size",
+            normalized=True,
+            shared_inner=integer("intermediate_size"),
+            router="gate.wg",
+            shared="shared_mlp",
+        ),
+    ),
     "HYV3ForCausalLM": Architecture(
         model_type="hy_v3",
         defaults={
@@ -326,7 +327,7 @@ SIBLINGS: dict[str, Architecture] = {
         sizes=types_where(lambda _layer, _layers: True),
         windows=windows_by_type,
         ropes=olmo3_ropes,
-        experts=mellum_experts,
+        experts=read_experts(softmax_over_all, layers_without_dense, normalized=normalized_if(False)),
     ),
     "MinistralForCausalLM": Architecture(
         model_type="ministral",

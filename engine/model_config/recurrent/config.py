@@ -199,10 +199,6 @@ RecurrentRule = Callable[[Fields, int], RecurrentConfig | None]
 """Rule (config.json, number of layers) -> recurrent layers; None for a model without. Raises ModelError."""
 
 
-def no_recurrence(_fields: Fields, _layers: int) -> None:
-    return None
-
-
 def gated_delta_nets(fields: Fields, layers: int, *, is_interleaved: bool) -> RecurrentConfig | None:
     """Return the gated delta nets of `layer_types`, or of all layers but every fourth."""
     types = fields.raw.get("layer_types")

@@ -10,10 +10,10 @@ from ..fields import Fields, show
 from ..moe import (
     ExpertsConfig,
     deepseek_experts,
-    deepseek_v3_experts,
+    integer,
     layers_after_dense,
-    refuse_small_groups,
-    selected_of,
+    read_experts,
+    selected_by,
 )
 from .config import (
     FULL,
@@ -73,11 +73,6 @@ def lfm3_windows(fields: Fields, layers: int) -> Windows:
     if not isinstance(types, list) or len(types) != layers:
         raise fields.error(f"layer_types must name the kind of each of {layers} layers")
     return tuple(window if kind == SLIDING else None for kind in types)
-
-
-def refuse_other_lfm3(fields: Fields) -> None:
-    if not fields.flag("use_sandwich_norm", default=True):
-        raise fields.error("use_sandwich_norm must be true: an LFM3 without these norms is not known")
 
 
 def qwen3_next_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
@@ -271,27 +266,23 @@ def in_each_period(fields: Fields, layers: int, key: str, usual: tuple[int, int]
     return tuple(layer % period == offset for layer in range(layers))
 
 
-def jamba_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read experts of a softmax over all of them, in the layers of `mlp_layer_types`, or in one of each
-    `expert_layer_period`; None for a Jamba with one expert, which is an MLP.
-    """
-    if fields.raw.get("num_experts") in (0, 1):
-        return None
-    count, per_token = selected_of(fields, "num_experts")
+def jamba_sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return True for the layers of `mlp_layer_types`, or for one of each `expert_layer_period`."""
     if fields.raw.get("mlp_layer_types") is not None:
-        sparse = layers_after_dense(fields, layers)
-    else:
-        sparse = in_each_period(fields, layers, "expert_layer", (2, 1))
-    if not any(sparse):
-        return None
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("intermediate_size"),
+        return layers_after_dense(fields, layers)
+    return in_each_period(fields, layers, "expert_layer", (2, 1))
+
+
+def jamba_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read experts of a softmax over all of them; None for a Jamba with one expert, which is an MLP."""
+    rule = read_experts(
+        selected_by("num_experts"),
+        jamba_sparse_layers,
+        inner="intermediate_size",
         normalized=False,
-        layers=sparse,
         router="router",
     )
+    return None if fields.raw.get("num_experts") in (0, 1) else rule(fields, layers)
 
 
 def granite_sizes(fields: Fields) -> dict[str, Any]:
@@ -345,43 +336,20 @@ def nemotron_h_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
         return None
     if fields.flag("mlp_bias", default=False):
         raise fields.error("mlp_bias is not supported with experts")
-    fields = fields.replace(mlp_layer_types=["dense"] * layers)
-    found = deepseek_experts(
-        fields, layers, scoring="sigmoid", group_best=2, correction="gate.e_score_correction_bias"
-    )
-    shared = fields.integer("moe_shared_expert_intermediate_size")
-    return replace(
-        refuse_small_groups(fields, found),
-        layers=sparse,
-        shared_inner=shared,
+    return deepseek_experts(
+        fields,
+        layers,
+        lambda _fields, _layers: sparse,
+        scoring="sigmoid",
+        group_best=2,
+        correction="gate.e_score_correction_bias",
+        shared_inner=integer("moe_shared_expert_intermediate_size"),
         module="mixer",
         projections=("", "up_proj", "down_proj"),
         latent=fields.integer("moe_latent_size", 0),
     )
 
 
-def kimi_linear_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    if fields.text("moe_router_activation_func", "sigmoid") != "sigmoid":
-        raise fields.error(
-            f"moe_router_activation_func {fields.raw['moe_router_activation_func']!r} is not supported, only "
-            "'sigmoid'"
-        )
-    found = deepseek_v3_experts(fields, layers)
-    if found is None:
-        return None
-    return replace(found, module="block_sparse_moe", projections=("w1", "w3", "w2"))
-
-
 def nemotron_h_sizes(fields: Fields) -> dict[str, Any]:
     """Return the number of layers, which follows from their kinds."""
     return {"num_hidden_layers": len(nemotron_h_layers(fields))}
-
-
-def refuse_other_nemotron(fields: Fields) -> None:
-    if (act := fields.text("mamba_hidden_act", "silu")) != "silu":
-        raise fields.error(f"mamba_hidden_act {act!r} is not supported, only 'silu'")
-
-
-def refuse_other_kimi(fields: Fields) -> None:
-    if not fields.flag("mla_use_nope", default=True):
-        raise fields.error("mla_use_nope must be true: other Kimi-Linear models are not known")

@@ -413,7 +413,7 @@ HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
         ("DeepseekV32ForCausalLM", SPARSE | {"q_lora_rank": None}, "q_lora_rank is missing"),
         ("DeepseekV32ForCausalLM", SPARSE | {"index_head_dim": 8}, "index_head_dim 8 must be more than"),
         ("GlmMoeDsaForCausalLM", SPARSE | {"indexer_types": ["shared", "full"]}, "the first one full"),
-        ("AfmoeForCausalLM", {"score_func": "softmax"}, "score_func 'softmax' is not supported of an AFMoE"),
+        ("AfmoeForCausalLM", {"score_func": "softmax"}, "score_func 'softmax' is not supported of this architecture"),
         ("AfmoeForCausalLM", {"route_norm": False}, "route_norm False is not supported of an AFMoE"),
         ("HyperCLOVAXForCausalLM", {"use_post_norm": False}, "use_post_norm false is not supported"),
         ("MellumForCausalLM", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name dense or sparse"),
