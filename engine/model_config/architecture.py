@@ -149,6 +149,11 @@ EncoderRule = Callable[[Fields], EncoderConfig]
 RELU2: Mapping[str, Activation] = {"relu2": "relu2"}
 
 
+def spelled(pairs: str) -> Mapping[str, str]:
+    """Return {name: other name} for a text like `hidden_size=n_embd num_attention_heads=n_head`."""
+    return dict(pair.split("=") for pair in pairs.split())
+
+
 def four_times_hidden(fields: Fields) -> int:
     return 4 * fields.integer("hidden_size")
 

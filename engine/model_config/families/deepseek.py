@@ -8,17 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..architecture import Architecture, refuse_options
+from .. import moe
+from ..architecture import Architecture, refuse_options, spelled
 from ..attention import IndexConfig, LatentConfig, Scales
 from ..fields import Fields, raw_rope
-from ..moe import (
-    StackedExperts,
-    deepseek_experts,
-    deepseek_v1_experts,
-    deepseek_v2_experts,
-    deepseek_v3_experts,
-    experts_with,
-)
+from ..moe import StackedExperts
 from ..rope import MAX_FACTOR, LayerRopes, RopeConfig, interleaved_rope, partial_rope
 
 MAX_RANK = 1 << 14
@@ -169,7 +163,7 @@ DEEPSEEK_V3 = Architecture(
     latent=deepseek_latent,
     scales=deepseek_scales,
     ropes=deepseek_rope,
-    experts=deepseek_v3_experts,
+    experts=moe.deepseek_v3_experts,
     own_code="modeling_deepseek.DeepseekV3ForCausalLM",
     mtp="deepseek",
 )
@@ -187,7 +181,7 @@ _DEEPSEEK = Architecture(
     model_type="deepseek",
     defaults={"norm_topk_prob": False, "first_k_dense_replace": 0},
     attention_bias=True,
-    experts=deepseek_v1_experts,
+    experts=moe.deepseek_v1_experts,
     own_code="modeling_deepseek.DeepseekForCausalLM",
 )
 _ARIA = replace(
@@ -202,17 +196,15 @@ _ARIA = replace(
         "n_shared_experts": 2,
     },
     mlp_bias=True,
-    experts=experts_with(
-        deepseek_v1_experts,
+    experts=moe.experts_with(
+        moe.deepseek_v1_experts,
         router="router",
         stacked=StackedExperts(gate_up="experts.fc1", down="experts.fc2", is_transposed=True),
     ),
-    aliases={
-        "moe_intermediate_size": "intermediate_size",
-        "n_routed_experts": "moe_num_experts",
-        "num_experts_per_tok": "moe_topk",
-        "n_shared_experts": "moe_num_shared_experts",
-    },
+    aliases=spelled(
+        "moe_intermediate_size=intermediate_size n_routed_experts=moe_num_experts "
+        "num_experts_per_tok=moe_topk n_shared_experts=moe_num_shared_experts"
+    ),
     own_code="",
 )
 _KIMI_K25 = replace(DEEPSEEK_V3, is_nested=True, own_code="modeling_kimi_k25.KimiK25ForConditionalGeneration")
@@ -243,7 +235,7 @@ MISTRAL4 = Architecture(
     latent=deepseek_latent,
     scales=deepseek_scales,
     ropes=mistral4_ropes,
-    experts=partial(deepseek_experts, group_best=2, stacked=StackedExperts()),
+    experts=partial(moe.deepseek_experts, group_best=2, stacked=StackedExperts()),
 )
 
 DEEPSEEKS: dict[str, Architecture] = {
@@ -258,7 +250,7 @@ DEEPSEEKS: dict[str, Architecture] = {
             "num_nextn_predict_layers": 0,
         },
         ropes=interleaved_rope,
-        experts=deepseek_v2_experts,
+        experts=moe.deepseek_v2_experts,
         own_code="modeling_deepseek.DeepseekV2ForCausalLM",
         mtp=None,
     ),
@@ -302,12 +294,10 @@ DEEPSEEKS: dict[str, Architecture] = {
         model_type="bailing_moe",
         defaults={"norm_topk_prob": True, "first_k_dense_replace": 0},
         has_stacked_projections=True,
-        aliases={
-            "attention_bias": "use_qkv_bias",
-            "attention_out_bias": "use_bias",
-            "n_routed_experts": "num_experts",
-            "n_shared_experts": "num_shared_experts",
-        },
+        aliases=spelled(
+            "attention_bias=use_qkv_bias attention_out_bias=use_bias n_routed_experts=num_experts "
+            "n_shared_experts=num_shared_experts"
+        ),
         own_code="modeling_bailing_moe.BailingMoeForCausalLM",
         refuse=refuse_options(use_bias=False, norm_head=False, norm_softmax=False, multi_gate=False),
     ),

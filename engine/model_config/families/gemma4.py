@@ -4,18 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from .. import attention
 from ..architecture import AltUpConfig, Architecture
-from ..attention import (
-    FULL,
-    SLIDING,
-    LayerSizes,
-    Scales,
-    Windows,
-    layer_types,
-    types_every,
-    window_of,
-    windows_by_type,
-)
+from ..attention import FULL, SLIDING, LayerSizes, Scales, Windows
 from ..fields import Fields
 from ..moe import StackedExperts, integer, read_experts, selected_by
 from ..rope import LayerRopes, read_proportional_rope
@@ -137,7 +128,7 @@ def gemma4_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
 
 
 def gemma4_windows(fields: Fields, _layers: int) -> Windows:
-    window = window_of(fields)
+    window = attention.window_of(fields)
     if window is None:
         raise fields.error("sliding_window is missing")
     return tuple(window if name == SLIDING else None for name in _types(fields))
@@ -176,7 +167,9 @@ def _types(fields: Fields) -> list[str]:
     """Return the attention type of each layer, by default every sixth full. The last is full whatever its
     file says, as in transformers.
     """
-    types = layer_types(fields.replace(**types_every(6)(fields)), fields.integer("num_hidden_layers"))
+    types = attention.layer_types(
+        fields.replace(**attention.types_every(6)(fields)), fields.integer("num_hidden_layers")
+    )
     return [*types[:-1], FULL]
 
 
@@ -248,7 +241,7 @@ def gemma3n_sizes(fields: Fields) -> dict[str, Any]:
     rows = [Fields({"intermediate_size": one}, fields.where).integer("intermediate_size") for one in each]
     if len(rows) != layers:
         raise fields.error(f"intermediate_size must be a number, or one for each of {layers} layers")
-    return {**types_every(5)(fields), "intermediate_size": max(rows), "layer_inner": rows}
+    return {**attention.types_every(5)(fields), "intermediate_size": max(rows), "layer_inner": rows}
 
 
 def gemma3n_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
@@ -258,7 +251,7 @@ def gemma3n_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
         LayerSizes(
             kv_heads=heads, head_dim=head_dim, inner=inner[layer], kv_source=source, sparsity=sparsity[layer]
         )
-        for layer, source in enumerate(shared_sources(fields, layer_types(fields, layers)))
+        for layer, source in enumerate(shared_sources(fields, attention.layer_types(fields, layers)))
     )
 
 
@@ -299,7 +292,7 @@ _GEMMA3N = Architecture(
     norms_values=True,
     block="altup",
     sizes=gemma3n_sizes,
-    windows=windows_by_type,
+    windows=attention.windows_by_type,
     ropes=gemma3_ropes,
     scales=gemma4_scales,
     layer_sizes=gemma3n_layers,

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmbox.kernels.activation import Activation
 
-from ..architecture import RELU2, Architecture, four_times_hidden, no_rows, nothing, refuse_options
+from ..architecture import RELU2, Architecture, four_times_hidden, no_rows, nothing, refuse_options, spelled
 from ..attention import FULL, SLIDING, Scales, Windows, one_window, root_of_width_if, windows_by_type
 from ..fields import MAX_WIDTH, Fields
 from ..rope import interleaved_rope, no_rope, one_rope, partial_rope, reversed_rope
@@ -149,15 +149,10 @@ _GPT2 = Architecture(
     has_stacked_projections=True,
     ropes=no_rope,
     position_rows=learned_positions,
-    aliases={
-        "hidden_size": "n_embd",
-        "intermediate_size": "n_inner",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-        "max_position_embeddings": "n_positions",
-        "hidden_act": "activation_function",
-        "rms_norm_eps": "layer_norm_epsilon",
-    },
+    aliases=spelled(
+        "hidden_size=n_embd intermediate_size=n_inner num_attention_heads=n_head num_hidden_layers=n_layer "
+        "max_position_embeddings=n_positions hidden_act=activation_function rms_norm_eps=layer_norm_epsilon"
+    ),
     refuse=refuse_options(
         scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
     ),
@@ -177,11 +172,9 @@ _GPT_NEOX = Architecture(
     has_stacked_projections=True,
     ropes=partial_rope,
     variant=gpt_neox_variant,
-    aliases={
-        "rms_norm_eps": "layer_norm_eps",
-        "partial_rotary_factor": "rotary_pct",
-        "rope_theta": "rotary_emb_base",
-    },
+    aliases=spelled(
+        "rms_norm_eps=layer_norm_eps partial_rotary_factor=rotary_pct rope_theta=rotary_emb_base"
+    ),
 )
 _NEMOTRON = Architecture(
     model_type="nemotron",
@@ -252,15 +245,10 @@ GPT_FAMILIES: dict[str, Architecture] = {
         has_stacked_projections=True,
         variant=falcon_variant,
         sizes=falcon_sizes,
-        aliases={
-            "intermediate_size": "ffn_hidden_size",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
-            "hidden_act": "activation",
-            "rms_norm_eps": "layer_norm_epsilon",
-            "attention_bias": "bias",
-            "mlp_bias": "bias",
-        },
+        aliases=spelled(
+            "intermediate_size=ffn_hidden_size num_attention_heads=n_head num_hidden_layers=n_layer "
+            "hidden_act=activation rms_norm_eps=layer_norm_epsilon attention_bias=bias mlp_bias=bias"
+        ),
         own_code="modeling_falcon.FalconForCausalLM",
         refuse=refuse_options(alibi=False),
     ),
@@ -302,13 +290,10 @@ GPT_FAMILIES: dict[str, Architecture] = {
         has_stacked_projections=False,
         windows=gpt_neo_windows,
         scales=lambda _fields: Scales(attention=1.0),
-        aliases={
-            "num_attention_heads": "num_heads",
-            "num_hidden_layers": "num_layers",
-            "hidden_act": "activation_function",
-            "rms_norm_eps": "layer_norm_epsilon",
-            "sliding_window": "window_size",
-        },
+        aliases=spelled(
+            "num_attention_heads=num_heads num_hidden_layers=num_layers hidden_act=activation_function "
+            "rms_norm_eps=layer_norm_epsilon sliding_window=window_size"
+        ),
         refuse=nothing,
     ),
     "GPTNeoXForCausalLM": _GPT_NEOX,
@@ -326,12 +311,10 @@ GPT_FAMILIES: dict[str, Architecture] = {
         defaults={**_GPT2.defaults, "hidden_act": "relu", "max_position_embeddings": 2048},
         has_stacked_projections=False,
         position_rows=opt_positions,
-        aliases={
-            "intermediate_size": "ffn_dim",
-            "hidden_act": "activation_function",
-            "attention_bias": "enable_bias",
-            "mlp_bias": "enable_bias",
-        },
+        aliases=spelled(
+            "intermediate_size=ffn_dim hidden_act=activation_function attention_bias=enable_bias "
+            "mlp_bias=enable_bias"
+        ),
         refuse=refuse_other_opt,
     ),
     "PhiForCausalLM": _PHI,

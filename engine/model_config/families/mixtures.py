@@ -5,41 +5,11 @@ text of Qwen3-Omni.
 from collections.abc import Mapping
 from typing import Any
 
-from ..architecture import Architecture, refuse_options
-from ..attention import (
-    FULL,
-    SLIDING,
-    LayerSizes,
-    Scales,
-    cohere_scales,
-    layer_types,
-    types_every,
-    types_where,
-    windows_by_type,
-)
+from .. import attention, moe, rope
+from ..architecture import Architecture, refuse_options, spelled
+from ..attention import FULL, SLIDING, LayerSizes, Scales
 from ..fields import Fields, raw_rope, show
-from ..moe import (
-    ExpertRule,
-    ExpertsConfig,
-    LayersRule,
-    deepseek_v3_experts,
-    integer,
-    layers_after_dense,
-    normalized_if,
-    qwen3_moe_experts,
-    read_experts,
-    selected_by,
-    sparse_layers,
-)
-from ..rope import (
-    LayerRopes,
-    RopeConfig,
-    interleaved_rope,
-    one_rope,
-    partial_ropes_by_type,
-    rope_of_sliding_layers,
-    rope_of_texts,
-)
+from ..moe import ExpertRule, ExpertsConfig, LayersRule
 
 PATTERNS = (("prefix_dense_", 1), ("", 4))
 
@@ -78,11 +48,11 @@ def cohere2_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
         )
     shared = int(fields.number("num_shared_experts", 0))
     averages = shared > 0 and combined == "average"
-    rule = read_experts(
-        selected_by("num_experts"),
-        layers_after_dense,
+    rule = moe.read_experts(
+        moe.selected_by("num_experts"),
+        moe.layers_after_dense,
         inner="expert_intermediate_size",
-        normalized=scoring == "softmax" or normalized_if(True),
+        normalized=scoring == "softmax" or moe.normalized_if(True),
         scoring=scoring,
         scale=0.5 if averages else 1.0,
         averages=averages,
@@ -91,30 +61,29 @@ def cohere2_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     return rule(fields, layers)
 
 
-def cohere2_moe_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return one RoPE of neighboring pairs, which layers of full attention do not use, except for dense ones
-    that all have full attention.
-    """
-    (rope,), _ = interleaved_rope(fields, head_dim, positions, layers)
+def cohere2_moe_still_layers(fields: Fields, layers: int) -> list[bool]:
+    """Return True for layers of full attention, except for dense ones that all have full attention."""
     rotated = fields.integer("prefix_dense_sliding_window_pattern", 1) == 1
-    sparse, types = layers_after_dense(fields, layers), layer_types(fields, layers)
-    still = [
+    sparse, types = moe.layers_after_dense(fields, layers), attention.layer_types(fields, layers)
+    return [
         kind == FULL and (is_sparse or not rotated) for kind, is_sparse in zip(types, sparse, strict=True)
     ]
-    return (rope, RopeConfig(rotary_dim=0)), tuple(map(int, still))
 
 
 def experts_beside_shared(layers: LayersRule | None = None, **router: Any) -> ExpertRule:
     """Return a rule that reads experts beside a shared one of a size of its own."""
-    shared = integer("shared_expert_intermediate_size")
-    return read_experts(
-        selected_by("num_local_experts", "num_experts"), layers, shared_inner=shared, **router
+    shared = moe.integer("shared_expert_intermediate_size")
+    return moe.read_experts(
+        moe.selected_by("num_local_experts", "num_experts"), layers, shared_inner=shared, **router
     )
 
 
 def kolibri1_sizes(fields: Fields) -> dict[str, Any]:
     """Return the size of an MLP, which no layer has, and the types of layers."""
-    return {"intermediate_size": fields.integer("shared_expert_intermediate_size"), **types_every(5)(fields)}
+    return {
+        "intermediate_size": fields.integer("shared_expert_intermediate_size"),
+        **attention.types_every(5)(fields),
+    }
 
 
 def laguna_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
@@ -197,7 +166,7 @@ def mimo_v2_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
             value_dim=value_dim,
             has_sinks=kind == SLIDING,
         )
-        for layer, kind in enumerate(layer_types(fields, layers))
+        for layer, kind in enumerate(attention.layer_types(fields, layers))
     )
 
 
@@ -223,8 +192,8 @@ MIXTURES: dict[str, Architecture] = {
             defaults={"rope_theta": 1e6, "num_experts": 128, "norm_topk_prob": True},
             attention_bias=True,
             qk_norm="heads",
-            ropes=rope_of_texts(one_rope),
-            experts=qwen3_moe_experts,
+            ropes=rope.rope_of_texts(rope.one_rope),
+            experts=moe.qwen3_moe_experts,
             is_nested=True,
         ),
     ),
@@ -241,9 +210,9 @@ MIXTURES: dict[str, Architecture] = {
         attention_bias=True,
         variant=lambda fields: {"block": "parallel_rms" if fields.raw["has_rms_norms"] else "parallel"},
         sizes=cohere2_moe_sizes,
-        windows=windows_by_type,
-        ropes=cohere2_moe_ropes,
-        scales=cohere_scales,
+        windows=attention.windows_by_type,
+        ropes=rope.except_in(rope.interleaved_rope, cohere2_moe_still_layers),
+        scales=attention.cohere_scales,
         experts=cohere2_moe_experts,
     ),
     "FlintForCausalLM": Architecture(
@@ -253,11 +222,11 @@ MIXTURES: dict[str, Architecture] = {
         attention_bias=True,
         has_sinks=True,
         qk_norm="heads",
-        sizes=types_where(lambda n, layers: n < 2 or n % 4 == 1 or n == layers - 1),
-        windows=windows_by_type,
-        ropes=rope_of_sliding_layers,
+        sizes=attention.types_where(lambda n, layers: n < 2 or n % 4 == 1 or n == layers - 1),
+        windows=attention.windows_by_type,
+        ropes=rope.rope_of_sliding_layers,
         experts=experts_beside_shared(
-            sparse_layers, normalized=normalized_if(True), scoring="sigmoid", shared="shared_expert"
+            moe.sparse_layers, normalized=moe.normalized_if(True), scoring="sigmoid", shared="shared_expert"
         ),
         names={"sinks": "softmax_offset"},
     ),
@@ -268,18 +237,17 @@ MIXTURES: dict[str, Architecture] = {
         qk_norm="heads",
         block="sandwich",
         sizes=kolibri1_sizes,
-        windows=windows_by_type,
-        ropes=rope_of_sliding_layers,
+        windows=attention.windows_by_type,
+        ropes=rope.rope_of_sliding_layers,
         experts=experts_beside_shared(
-            normalized=normalized_if(False),
+            normalized=moe.normalized_if(False),
             scoring="sigmoid_of_logits",
             correction="gate.e_score_correction_bias",
         ),
-        names={
-            "post_attention_layernorm": "post_attn_norm",
-            "pre_feedforward_layernorm": "post_attention_layernorm",
-            "post_feedforward_layernorm": "post_ffn_norm",
-        },
+        names=spelled(
+            "post_attention_layernorm=post_attn_norm pre_feedforward_layernorm=post_attention_layernorm "
+            "post_feedforward_layernorm=post_ffn_norm"
+        ),
     ),
     "LagunaForCausalLM": Architecture(
         model_type="laguna",
@@ -293,12 +261,12 @@ MIXTURES: dict[str, Architecture] = {
         qk_norm="heads",
         gate_function="softplus",
         variant=laguna_variant,
-        sizes=types_where(lambda _layer, _layers: True),
+        sizes=attention.types_where(lambda _layer, _layers: True),
         layer_sizes=laguna_layers,
-        windows=windows_by_type,
-        ropes=partial_ropes_by_type,
+        windows=attention.windows_by_type,
+        ropes=rope.partial_ropes_by_type,
         experts=experts_beside_shared(
-            layers_after_dense,
+            moe.layers_after_dense,
             normalized=True,
             scoring="sigmoid",
             scale=lambda fields: fields.number("moe_routed_scaling_factor", 1.0),
@@ -321,10 +289,10 @@ MIXTURES: dict[str, Architecture] = {
         has_sinks=True,
         sizes=mimo_v2_sizes,
         layer_sizes=mimo_v2_layers,
-        windows=windows_by_type,
-        ropes=partial_ropes_by_type,
+        windows=attention.windows_by_type,
+        ropes=rope.partial_ropes_by_type,
         scales=lambda fields: Scales(values=fields.number("attention_value_scale", 1.0)),
-        experts=deepseek_v3_experts,
+        experts=moe.deepseek_v3_experts,
         aliases={"rms_norm_eps": "layernorm_epsilon"},
         names={"sinks": "attention_sink_bias"},
         own_code="modeling_mimo_v2_flash.MiMoV2FlashForCausalLM",

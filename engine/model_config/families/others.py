@@ -7,39 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..architecture import Architecture, four_times_hidden, refuse_options
-from ..attention import (
-    Scales,
-    Windows,
-    decilm_layers,
-    decilm_sizes,
-    one_window,
-    root_of_width_if,
-    types_by_pattern,
-    windows_by_type,
-)
+from .. import attention, moe, rope
+from ..architecture import Architecture, four_times_hidden, refuse_options, spelled
+from ..attention import Scales, Windows
 from ..fields import Fields
-from ..moe import (
-    W123,
-    StackedExperts,
-    deepseek_v3_experts,
-    experts_with,
-    integer,
-    olmoe_experts,
-    read_experts,
-    selected_by,
-)
-from ..rope import (
-    LayerRopes,
-    RopeConfig,
-    interleaved_rope,
-    olmo3_ropes,
-    one_rope,
-    partial_rope,
-    rope_of_sliding_layers,
-    rope_of_texts,
-    rotating_layers,
-)
+from ..moe import W123, StackedExperts
+from ..rope import LayerRopes, RopeConfig
 
 LLAMA4: Mapping[str, Any] = {
     "vocab_size": 202048,
@@ -75,7 +48,7 @@ def llama4_windows(fields: Fields, layers: int) -> Windows:
     """
     types = fields.raw.get("layer_types")
     if types is None:
-        types = [_CHUNKED if turns else _FULL for turns in rotating_layers(fields, layers)]
+        types = [_CHUNKED if turns else _FULL for turns in rope.rotating_layers(fields, layers)]
     types = fields.layer_types(types, layers, _CHUNKED, _FULL)
     size = fields.integer("attention_chunk_size") if _CHUNKED in types else 0
     return tuple(-size if name == _CHUNKED else None for name in types)
@@ -85,7 +58,7 @@ def llama4_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> 
     """Return a RoPE of neighboring pairs, and none for some layers, whose queries grow with their
     position.
     """
-    (rope,), _ = interleaved_rope(fields, head_dim, positions, layers)
+    (turned,), _ = rope.interleaved_rope(fields, head_dim, positions, layers)
     still = RopeConfig(rotary_dim=0)
     tuning = fields.raw.get("attn_temperature_tuning", True)
     if type(tuning) not in (bool, int):
@@ -95,7 +68,7 @@ def llama4_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> 
         if not 0.0 <= growth <= 65536.0:
             raise fields.error(f"attn_scale {growth} must be from 0 to 65536")
         still = replace(still, query_growth=growth, original_context=floor, growth_start=1)
-    return (rope, still), tuple(0 if turns else 1 for turns in rotating_layers(fields, layers))
+    return (turned, still), tuple(0 if turns else 1 for turns in rope.rotating_layers(fields, layers))
 
 
 def llama4_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
@@ -126,14 +99,14 @@ _LLAMA4 = Architecture(
     sizes=llama4_sizes,
     windows=llama4_windows,
     ropes=llama4_ropes,
-    experts=read_experts(
-        selected_by("num_local_experts"),
+    experts=moe.read_experts(
+        moe.selected_by("num_local_experts"),
         llama4_layers,
         inner="expert_intermediate_size",
         normalized=False,
         scoring="sigmoid",
         scales_inputs=True,
-        shared_inner=integer("expert_intermediate_size"),
+        shared_inner=moe.integer("expert_intermediate_size"),
         router="router",
         shared="shared_expert",
         stacked=StackedExperts(is_transposed=True, turns_adapters=True),
@@ -146,10 +119,10 @@ _PHIMOE = Architecture(
     attention_bias=True,
     block="layer_norm",
     head_bias_flag="lm_head_bias",
-    windows=one_window,
-    ropes=one_rope,
-    experts=read_experts(
-        selected_by("num_local_experts"),
+    windows=attention.one_window,
+    ropes=rope.one_rope,
+    experts=moe.read_experts(
+        moe.selected_by("num_local_experts"),
         inner="intermediate_size",
         normalized=False,
         jitter=phimoe_jitter,
@@ -175,13 +148,12 @@ _GLM_OCR = Architecture(
     defaults={"rms_norm_eps": 1e-5},
     block="sandwich",
     has_stacked_mlp=True,
-    ropes=rope_of_texts(interleaved_rope),
+    ropes=rope.rope_of_texts(rope.interleaved_rope),
     is_nested=True,
-    names={
-        "post_attention_layernorm": "post_self_attn_layernorm",
-        "pre_feedforward_layernorm": "post_attention_layernorm",
-        "post_feedforward_layernorm": "post_mlp_layernorm",
-    },
+    names=spelled(
+        "post_attention_layernorm=post_self_attn_layernorm "
+        "pre_feedforward_layernorm=post_attention_layernorm post_feedforward_layernorm=post_mlp_layernorm"
+    ),
 )
 _GLM4V = replace(_GLM_OCR, model_type="glm4v_text", qkv_bias=True)
 _PADDLEOCR_VL = Architecture(
@@ -190,7 +162,7 @@ _PADDLEOCR_VL = Architecture(
     head_dim=128,
     attention_bias=True,
     mlp_bias=True,
-    ropes=rope_of_texts(one_rope),
+    ropes=rope.rope_of_texts(rope.one_rope),
     aliases={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
     is_nested=True,
     own_code="modeling_paddleocr_vl.PaddleOCRVLForConditionalGeneration",
@@ -213,22 +185,21 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         qk_norm="heads",
         attention_gate="gate_proj",
         block="sandwich",
-        sizes=types_by_pattern,
-        windows=windows_by_type,
-        ropes=rope_of_sliding_layers,
-        experts=experts_with(deepseek_v3_experts, router="router.gate", correction="expert_bias"),
-        scales=lambda fields: Scales(embedding=root_of_width_if(fields, "mup_enabled", default=False)),
-        aliases={
-            "sliding_window_pattern": "global_attn_every_n_layers",
-            "first_k_dense_replace": "num_dense_layers",
-            "n_routed_experts": "num_experts",
-            "n_shared_experts": "num_shared_experts",
-            "routed_scaling_factor": "route_scale",
-        },
-        names={
-            "pre_feedforward_layernorm": "pre_mlp_layernorm",
-            "post_feedforward_layernorm": "post_mlp_layernorm",
-        },
+        sizes=attention.types_by_pattern,
+        windows=attention.windows_by_type,
+        ropes=rope.rope_of_sliding_layers,
+        experts=moe.experts_with(moe.deepseek_v3_experts, router="router.gate", correction="expert_bias"),
+        scales=lambda fields: Scales(
+            embedding=attention.root_of_width_if(fields, "mup_enabled", default=False)
+        ),
+        aliases=spelled(
+            "sliding_window_pattern=global_attn_every_n_layers first_k_dense_replace=num_dense_layers "
+            "n_routed_experts=num_experts n_shared_experts=num_shared_experts "
+            "routed_scaling_factor=route_scale"
+        ),
+        names=spelled(
+            "pre_feedforward_layernorm=pre_mlp_layernorm post_feedforward_layernorm=post_mlp_layernorm"
+        ),
         own_code="modeling_afmoe.AfmoeForCausalLM",
         refuse=refuse_options(attention_bias=False, score_func="sigmoid", route_norm=True),
     ),
@@ -250,15 +221,12 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         qk_norm="heads",
         qk_norm_flag="use_qk_norm",
         has_stacked_projections=True,
-        ropes=partial_rope,
-        experts=deepseek_v3_experts,
-        aliases={
-            "attention_bias": "use_qkv_bias",
-            "attention_out_bias": "use_bias",
-            "n_routed_experts": "num_experts",
-            "n_shared_experts": "num_shared_experts",
-            "scoring_func": "score_function",
-        },
+        ropes=rope.partial_rope,
+        experts=moe.deepseek_v3_experts,
+        aliases=spelled(
+            "attention_bias=use_qkv_bias attention_out_bias=use_bias n_routed_experts=num_experts "
+            "n_shared_experts=num_shared_experts scoring_func=score_function"
+        ),
         own_code="modeling_bailing_moe_v2.BailingMoeV2ForCausalLM",
         refuse=refuse_options(moe_router_enable_expert_bias=True, norm_topk_prob=True),
     ),
@@ -267,11 +235,11 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         _OLMO2,
         model_type="olmo3",
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
-        windows=windows_by_type,
-        ropes=olmo3_ropes,
+        windows=attention.windows_by_type,
+        ropes=rope.olmo3_ropes,
     ),
     "FlexOlmoForCausalLM": replace(
-        _OLMO2, model_type="flex_olmo", defaults={"rope_theta": 500000.0}, experts=olmoe_experts
+        _OLMO2, model_type="flex_olmo", defaults={"rope_theta": 500000.0}, experts=moe.olmoe_experts
     ),
     "Llama4ForCausalLM": _LLAMA4,
     "Llama4ForConditionalGeneration": replace(_LLAMA4, is_nested=True),
@@ -297,16 +265,16 @@ OTHER_FAMILIES: dict[str, Architecture] = {
             "moe_intermediate_size": 1408,
         },
         attention_bias=True,
-        ropes=rope_of_texts(partial_rope),
-        experts=deepseek_v3_experts,
+        ropes=rope.rope_of_texts(rope.partial_rope),
+        experts=moe.deepseek_v3_experts,
         is_nested=True,
     ),
     "DeciLMForCausalLM": Architecture(
         model_type="nemotron-nas",
         attention_bias=True,
         mlp_bias=True,
-        sizes=decilm_sizes,
-        layer_sizes=decilm_layers,
+        sizes=attention.decilm_sizes,
+        layer_sizes=attention.decilm_layers,
         own_code="modeling_decilm.DeciLMForCausalLM",
     ),
     "ExaoneForCausalLM": Architecture(
@@ -316,11 +284,9 @@ OTHER_FAMILIES: dict[str, Architecture] = {
             "max_position_embeddings": 2048,
             "tie_word_embeddings": True,
         },
-        aliases={
-            "num_hidden_layers": "num_layers",
-            "hidden_act": "activation_function",
-            "rms_norm_eps": "layer_norm_epsilon",
-        },
+        aliases=spelled(
+            "num_hidden_layers=num_layers hidden_act=activation_function rms_norm_eps=layer_norm_epsilon"
+        ),
         own_code="modeling_exaone.ExaoneForCausalLM",
     ),
     "InternLM2ForCausalLM": Architecture(

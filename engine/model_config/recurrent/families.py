@@ -75,14 +75,6 @@ def lfm3_windows(fields: Fields, layers: int) -> Windows:
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-def qwen3_next_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
-    return gated_delta_nets(fields, layers, is_interleaved=True)
-
-
-def qwen3_5_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
-    return gated_delta_nets(fields, layers, is_interleaved=False)
-
-
 def olmo_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
     """Return the gated delta nets of OLMo-hybrid, whose sizes follow from the heads of attention."""
     heads, raw = fields.integer("num_attention_heads"), dict(fields.raw)
@@ -202,43 +194,24 @@ def nemotron_h_recurrence(fields: Fields, _layers: int) -> RecurrentConfig | Non
     kinds = nemotron_h_layers(fields)
     if FULL not in kinds:
         raise fields.error(NO_ATTENTION)
-    heads = fields.integer("mamba_num_heads", 128)
-    raw = {
-        "mamba_n_heads": heads,
-        "mamba_d_head": "auto",
-        "mamba_n_groups": fields.integer("n_groups", 8),
-        "mamba_d_state": fields.integer("ssm_state_size", 128),
-        "mamba_d_conv": fields.integer("conv_kernel", 4),
-        "mamba_conv_bias": fields.flag("use_conv_bias", default=True),
-        "mamba_proj_bias": fields.flag("use_bias", default=False),
-        "time_step_limit": fields.raw.get("time_step_limit"),
-    }
     recurrent, attention = (tuple(kind == wanted for kind in kinds) for wanted in ("linear_attention", FULL))
-    values = heads * fields.integer("mamba_head_dim", 64)
-    return mamba2_layers(Fields(raw, fields.where), recurrent, attention, values)
+    values = fields.integer("mamba_n_heads") * fields.integer("mamba_head_dim", 64)
+    return mamba2_layers(fields.replace(mamba_d_head="auto"), recurrent, attention, values)
 
 
 def mamba2_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
     """Return the layers of a Mamba-2 without attention, which are all alike."""
-    heads = fields.integer("num_heads", 128)
-    raw = {
-        "mamba_n_heads": heads,
-        "mamba_n_groups": fields.integer("n_groups", 8),
-        "mamba_d_state": fields.integer("state_size", 128),
-        "mamba_d_conv": fields.integer("conv_kernel", 4),
-        "mamba_conv_bias": fields.flag("use_conv_bias", default=True),
-        "mamba_proj_bias": fields.flag("use_bias", default=False),
-        "time_step_limit": fields.raw.get("time_step_limit"),
-    }
-    values = heads * fields.integer("head_dim", 64)
-    if fields.number("expand", 2) * fields.integer("hidden_size") != values:
-        raise fields.error(f"num_heads {heads} of head_dim {values // heads} are not expand * hidden_size")
-    return mamba2_layers(Fields(raw, fields.where), (True,) * layers, (False,) * layers, values)
+    heads, head_dim = fields.integer("mamba_n_heads"), fields.integer("head_dim", 64)
+    if fields.number("expand", 2) * fields.integer("hidden_size") != heads * head_dim:
+        raise fields.error(f"num_heads {heads} of head_dim {head_dim} are not expand * hidden_size")
+    return mamba2_layers(
+        fields.replace(mamba_d_head="auto"), (True,) * layers, (False,) * layers, heads * head_dim
+    )
 
 
 def mamba2_sizes(fields: Fields) -> dict[str, Any]:
     """Return the sizes of attention and MLP, which are not there, as those of the Mamba-2 heads."""
-    heads, head_dim = fields.integer("num_heads", 128), fields.integer("head_dim", 64)
+    heads, head_dim = fields.integer("mamba_n_heads"), fields.integer("head_dim", 64)
     return {
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
