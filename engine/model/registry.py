@@ -1,6 +1,6 @@
 """Decoder of a checkpoint: the blocks and norms that its architecture asks for.
 
-An architecture is one entry in `engine/model_config/architectures.py`; this module turns it into layers.
+An architecture is one entry in `engine/model_config/registry.py`; this module turns it into layers.
 """
 
 from functools import partial

@@ -27,7 +27,6 @@ from .architecture import (
     QKNorm,
     refuse_unsupported,
 )
-from .architectures import architecture_of, named_architecture
 from .attention import IndexConfig, LatentConfig, LayerSizes, Scales, sliding_shape
 from .encoders.pooling import has_head, has_tied_head, read_vectors
 from .expected_tensors import count_layer_params, count_parameters
@@ -44,6 +43,7 @@ from .fields import (
 from .moe import ExpertsConfig
 from .mtp import MTPConfig, find_mtp, mtp_shape
 from .recurrent.config import RecurrentConfig
+from .registry import architecture_of, named_architecture
 from .rope import RopeConfig
 from .shape import ModelShape
 from .vision.config import VisionConfig

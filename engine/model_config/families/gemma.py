@@ -1,4 +1,4 @@
-"""Gemma, Gemma 2 and Gemma 3, and Muse Glimmer: defaults, rules and entries of `architectures.py`."""
+"""Gemma, Gemma 2 and Gemma 3, and Muse Glimmer: defaults, rules and entries of `registry.py`."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Gemma 4 and Gemma 3n: defaults, rules and entries of `architectures.py`."""
+"""Gemma 4 and Gemma 3n: defaults, rules and entries of `registry.py`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Hybrids of attention and recurrent layers, as `architectures.py` has the other architectures."""
+"""Hybrids of attention and recurrent layers, as `registry.py` has the other architectures."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -253,7 +253,8 @@ HYBRIDS: dict[str, Architecture] = {
         recurrence=recurrent.mamba2_recurrence,
         sizes=recurrent.mamba2_sizes,
         aliases=spelled(
-            f"{_MAMBA2_NAMES} mamba_n_heads=num_heads mamba_d_state=state_size rms_norm_eps=layer_norm_epsilon"
+            f"{_MAMBA2_NAMES} mamba_n_heads=num_heads mamba_d_state=state_size "
+            "rms_norm_eps=layer_norm_epsilon"
         ),
         names={"input_layernorm": "norm", "mamba": "mixer"},
     ),

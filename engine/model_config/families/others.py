@@ -1,6 +1,6 @@
 """Llama 4, AFMoE, Ling 2.0, OLMo 2 and 3, FlexOlmo and Phi-MoE, the language models of Idefics3, SmolVLM,
 GLM-4V, GLM-OCR, PaddleOCR-VL and InternVL, and Llamas under other names, DeciLM, EXAONE 3, InternLM 2 and
-3 and IQuest-Coder: defaults, rules and entries of `architectures.py`.
+3 and IQuest-Coder: defaults, rules and entries of `registry.py`.
 """
 
 from collections.abc import Mapping

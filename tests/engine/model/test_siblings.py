@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config.architecture import MISSING
-from llmbox.engine.model_config.architectures import ARCHITECTURES
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.model_config.expected_tensors import check_weights
+from llmbox.engine.model_config.registry import ARCHITECTURES
 from llmbox.engine.model_config.vision.config import NO_TOWER
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
