@@ -1,5 +1,6 @@
 """Names of the gate activations. Torch-free, as reading config.json needs them."""
 
+import math
 from typing import Literal, NamedTuple
 
 Activation = Literal[
@@ -20,8 +21,17 @@ CODES: dict[Activation, int] = {
     "relu": 6,
     "relu2_gated": 7,
 }
-"""Codes of kernels, as in cpu/native/elementwise.h. Experts have the first four."""
+"""Codes of kernels, as in cpu/native/elementwise.h. Experts have the first four, and `LimitedSwiGLU`."""
+LIMITED_CODE = 8
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+
+
+class LimitedSwiGLU(NamedTuple):
+    """Gate of a layer whose numbers are limited (Step 3.5): min(silu(gate), limit) * u, with u between -limit
+    and limit.
+    """
+
+    limit: float
 
 
 class XIELU(NamedTuple):
@@ -35,3 +45,10 @@ class XIELU(NamedTuple):
     alpha_n: float
     beta: float
     eps: float
+
+
+def code_of(activation: Activation | LimitedSwiGLU) -> tuple[int, float]:
+    """Return the code that kernels have for an activation of gates, and its limit; infinite: none."""
+    if isinstance(activation, LimitedSwiGLU):
+        return LIMITED_CODE, activation.limit
+    return CODES[activation], SWIGLU_LIMIT if activation == "swiglu_oai" else math.inf

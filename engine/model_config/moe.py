@@ -127,16 +127,17 @@ def read_experts(
     def read(fields: Fields, count: int) -> ExpertsConfig | None:
         if any(fields.raw.get(key) == value for key, value in (without or {}).items()):
             return None
+        sparse = (True,) * count if layers is None else layers(fields, count)
         total, per_token = selected(fields)
         more = {name: value(fields) if callable(value) else value for name, value in values.items()}
         found = ExpertsConfig(
             count=total,
             per_token=per_token,
             inner=fields.integer(inner),
-            layers=(True,) * count if layers is None else layers(fields, count),
+            layers=sparse,
             **more,
         )
-        return found if any(found.layers) else None
+        return found if any(sparse) else None
 
     return read
 
