@@ -41,6 +41,7 @@ VISION = tuple(
             "merger.",
             "connector.",
             "vision_projector.",
+            "vit_large_projector.",
             "image_newline",
             "mlp_AR.",
         ),

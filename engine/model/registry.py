@@ -136,12 +136,13 @@ def _make_attention(config: ModelConfig, number: int, weights: Weights, ops: Ops
 
 
 def _make_mlp(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> MLP:
-    experts = config.experts
+    experts, sizes = config.experts, config.sizes_of(number)
     if experts is None or not experts.layers[number]:
         if config.norms_experts:
             weights.skip("post_mlp_layernorm.")  # some checkpoints have it, unused
-        return GatedMLP(config, weights.at("mlp"), ops, config.sizes_of(number).inner)
-    moe = SparseMoE(config, experts, weights.at(experts.module) if experts.module else weights, ops)
+        return GatedMLP(config, weights.at("mlp"), ops, sizes.inner, sizes.limit)
+    module = weights.at(experts.module) if experts.module else weights
+    moe = SparseMoE(config, experts, module, ops, (sizes.experts_limit, sizes.limit))
     if not config.norms_experts:
         return moe
     return NormedMoE(

@@ -387,7 +387,6 @@ _OF_FAMILIES = {
     "attention to the tokens that an indexer selects, and embeddings of n-grams": "Qwen4Exp",
     "gated linear recurrences (RG-LRU)": "RecurrentGemma",
     "the time mixing of RWKV": "Rwkv",
-    "limits of gates that differ between layers": "Step3p5 Step3p7",
     "sines and cosines of positions, added to embeddings": "XGLM",
     "attention that several layers share": "Zamba",
     "attention that several layers share, with adapters of their own": "Zamba2",

@@ -153,6 +153,10 @@ class LayerSizes:
     """Query heads; 0: as many as the model has (`ModelConfig.sizes_of` fills them in)."""
     value_dim: int = 0
     """Width of a value before it is widened to `head_dim`; 0: it is as wide (filled in too)."""
+    limit: float = 0.0
+    """Limit of the gates of its MLP, or of its shared expert (`LimitedSwiGLU`); 0: none."""
+    experts_limit: float = 0.0
+    """Limit of the gates of its experts."""
     has_sinks: bool = True
     """False if heads have no sinks, where other layers have some."""
     has_attention: bool = True

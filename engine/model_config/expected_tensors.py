@@ -266,15 +266,14 @@ def _take_stacks(
     found: ExpectedTensors, module: str, experts: ExpertsConfig, stacked: StackedExperts, width: int
 ) -> bool:
     """Take the tensors that hold all experts of a layer, of rows of this width; False if there are none."""
-    gate_up, down = found.at(module, stacked.gate_up), found.at(module, stacked.down)
-    count, rows, inner = experts.count, 2 * experts.inner, experts.inner
-    is_turned, bias = stacked.is_transposed, experts.has_bias
-    shape = (count, width, rows) if is_turned else (count, rows, width)
-    if not found.take_stack(gate_up, shape, rows * bias):
-        return False
-    shape = (count, inner, width) if is_turned else (count, width, inner)
-    if not found.take_stack(down, shape, width * bias):
-        raise missing_tensor(found.where, down)
+    count, inner, bias = experts.count, experts.inner, experts.has_bias
+    ups = [(stacked.gate, inner), (stacked.up, inner)] if stacked.gate else [(stacked.gate_up, 2 * inner)]
+    for name, outputs, inputs in (*((name, rows, width) for name, rows in ups), (stacked.down, width, inner)):
+        shape = (count, inputs, outputs) if stacked.is_transposed else (count, outputs, inputs)
+        if not found.take_stack(found.at(module, name), shape, outputs * bias):
+            if name == ups[0][0]:
+                return False
+            raise missing_tensor(found.where, found.at(module, name))
     return True
 
 

@@ -46,6 +46,7 @@ _TEXT_SIZES: Final[dict[str, tuple[int, ...]]] = {
     "qwen3_5_text": (248320, 4096, 12288, 32, 16, 4, 32768),
     "qwen3_vl_moe_text": (151936, 2048, 5632, 24, 16, 16, 128000),
     "qwen3_vl_text": (151936, 4096, 22016, 32, 32, 32, 128000),
+    "step3p5": (128815, 4096, 11264, 45, 64, 8, 128000),
 }
 """Sizes of language models of vision-language models by `model_type`, in the order of `_SIZES`: transformers
 before 5 wrote a `text_config` without what its class has as a default."""

@@ -30,6 +30,9 @@ class StackedExperts:
 
     gate_up: str = "experts.gate_up_proj"
     down: str = "experts.down_proj"
+    gate: str = ""
+    up: str = ""
+    """Tensors of gates and of ups, in place of `gate_up`; empty: there are none."""
     is_transposed: bool = False
     """True if tensors are [experts, inputs, outputs]."""
     is_interleaved: bool = False
@@ -346,3 +349,11 @@ def deepseek_v2_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
 def _check_scoring(fields: Fields, only: str) -> None:
     if fields.text("scoring_func", only) != only:
         raise fields.error(f"scoring_func {fields.raw['scoring_func']!r} is not supported, only {only!r}")
+
+
+def experts_beside_shared(layers: LayersRule | None = None, **router: Any) -> ExpertRule:
+    """Return a rule that reads experts beside a shared one of a size of its own."""
+    shared = integer("shared_expert_intermediate_size")
+    return read_experts(
+        selected_by("num_local_experts", "num_experts"), layers, shared_inner=shared, **router
+    )

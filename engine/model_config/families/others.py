@@ -1,6 +1,6 @@
-"""Llama 4, AFMoE, Ling 2.0, OLMo 2 and 3, FlexOlmo and Phi-MoE, the language models of Idefics3, SmolVLM,
-GLM-4V, GLM-OCR, PaddleOCR-VL and InternVL, and Llamas under other names, DeciLM, EXAONE 3, InternLM 2 and
-3 and IQuest-Coder: defaults, rules and entries of `registry.py`.
+"""Llama 4, AFMoE, Flint, Kolibri 1, Ling 2.0, OLMo 2 and 3, FlexOlmo and Phi-MoE, the language models of
+Idefics3, SmolVLM, GLM-4V, GLM-OCR, PaddleOCR-VL and InternVL, and Llamas under other names, DeciLM, EXAONE 3,
+InternLM 2 and 3 and IQuest-Coder: defaults, rules and entries of `registry.py`.
 """
 
 from collections.abc import Mapping
@@ -86,6 +86,14 @@ def phimoe_jitter(fields: Fields) -> float:
     if not 0.0 < jitter <= 1.0:
         raise fields.error(f"router_jitter_noise {jitter} must be more than 0 and at most 1")
     return jitter
+
+
+def kolibri1_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the size of an MLP, which no layer has, and the types of layers."""
+    return {
+        "intermediate_size": fields.integer("shared_expert_intermediate_size"),
+        **attention.types_every(5)(fields),
+    }
 
 
 _LLAMA4 = Architecture(
@@ -229,6 +237,40 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         ),
         own_code="modeling_bailing_moe_v2.BailingMoeV2ForCausalLM",
         refuse=refuse_options(moe_router_enable_expert_bias=True, norm_topk_prob=True),
+    ),
+    "FlintForCausalLM": Architecture(
+        model_type="flint",
+        defaults={"sliding_window": 513, "mlp_only_layers": [0, 1]},
+        head_dim=128,
+        attention_bias=True,
+        has_sinks=True,
+        qk_norm="heads",
+        sizes=attention.types_where(lambda n, layers: n < 2 or n % 4 == 1 or n == layers - 1),
+        windows=attention.windows_by_type,
+        ropes=rope.rope_of_sliding_layers,
+        experts=moe.experts_beside_shared(
+            moe.sparse_layers, normalized=moe.normalized_if(True), scoring="sigmoid", shared="shared_expert"
+        ),
+        names={"sinks": "softmax_offset"},
+    ),
+    "Kolibri1ForCausalLM": Architecture(
+        model_type="kolibri1",
+        defaults={"sliding_window": 513},
+        head_dim=128,
+        qk_norm="heads",
+        block="sandwich",
+        sizes=kolibri1_sizes,
+        windows=attention.windows_by_type,
+        ropes=rope.rope_of_sliding_layers,
+        experts=moe.experts_beside_shared(
+            normalized=moe.normalized_if(False),
+            scoring="sigmoid_of_logits",
+            correction="gate.e_score_correction_bias",
+        ),
+        names=spelled(
+            "post_attention_layernorm=post_attn_norm pre_feedforward_layernorm=post_attention_layernorm "
+            "post_feedforward_layernorm=post_ffn_norm"
+        ),
     ),
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(

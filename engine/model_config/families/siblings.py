@@ -315,6 +315,18 @@ SIBLINGS: dict[str, Architecture] = {
             defaults={"sliding_window": 32768, "rope_theta": 1e6, "tie_word_embeddings": True},
         ),
     ),
+    **dict.fromkeys(
+        ("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+        Architecture(
+            model_type="qwen3_omni_moe_text",
+            defaults={"rope_theta": 1e6, "num_experts": 128, "norm_topk_prob": True},
+            attention_bias=True,
+            qk_norm="heads",
+            ropes=rope.rope_of_texts(rope.one_rope),
+            experts=moe.qwen3_moe_experts,
+            is_nested=True,
+        ),
+    ),
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": replace(
         _QWEN3_VL,

@@ -367,7 +367,6 @@ def test_a_mimo_v2_as_it_was_published(tmp_path: Path) -> None:
     ("name", "reason"),
     [
         ("ZayaForCausalLM", "convolutions of queries and keys"),
-        ("Step3p7ForConditionalGeneration", "limits of gates that differ between layers"),
         ("MistralLarge4ForConditionalGeneration", "latents that layers share"),
         ("AXK2ForCausalLM", "attention gated by latents of queries"),
         ("T5ForConditionalGeneration", "an encoder beside the decoder"),
