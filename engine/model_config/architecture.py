@@ -1,6 +1,5 @@
 """Description of one architecture: the defaults and rules by which its config.json is read."""
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from llmbox.kernels.activation import Activation
 
 from .attention import LatentRule, LayerSizes, Scales, WindowRule, no_windows
+from .encoders.config import EncoderConfig
 from .fields import MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Fields, attends_both_ways
 from .moe import ExpertRule
 from .mtp import MTPStyle
@@ -16,7 +16,7 @@ from .recurrent.config import RecurrentRule
 from .rope import RopeRule, one_rope
 
 if TYPE_CHECKING:
-    from .config import ModelConfig
+    pass
 
 BlockKind = Literal[
     "pre_norm", "post_norm", "sandwich", "parallel", "single", "layer_norm", "parallel_biased",
@@ -69,79 +69,6 @@ class AltUpConfig:
     scales_output: bool = True
     """True if the active stream is scaled before the layer's own embedding is added."""
 
-
-EncoderActivation = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassifierConfig:
-    """Head of a reranker or classifier: dense layer, activation, maybe a norm, and a row for each label."""
-
-    labels: int
-    activation: EncoderActivation = "tanh"
-    pooling: Literal["cls", "mean"] = "cls"
-    dense_bias: bool = True
-    has_norm: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderConfig:
-    """Properties of an encoder beside those of `ModelConfig`, whose `rms_norm_eps` is that of LayerNorms."""
-
-    activation: EncoderActivation
-    is_pre_norm: bool = False
-    """True if norms stand before attention and MLP, except before the first attention."""
-    norm_bias: bool = True
-    position_rows: int = 0
-    """Rows of the table of learned positions; 0: none."""
-    position_offset: int = 0
-    """Row of the first token."""
-    type_rows: int = 0
-    """Rows of the table of token types, which tell the two texts of a pair apart."""
-    rotates: bool = False
-    is_gated: bool = False
-    up_bias: bool = True
-    down_bias: bool = True
-    relative_buckets: int = 0
-    """Buckets of distances with a learned bias of attention scores, in all layers the same; 0: none."""
-    has_alibi: bool = False
-    """True if attention scores fall with the distance of two tokens, in each head at a rate of its own."""
-    experts: tuple[int, int] = (0, 0)
-    """Experts of a layer, and those that each token selects; 0: there are none."""
-    experts_every: int = 2
-    """Layers after which experts come again, from the second layer on; others have an MLP."""
-    has_expert_bias: bool = True
-    """True if a bias is added to the sum of experts, and the matrices behind their activation are stored with
-    inputs as rows; False: as a GGUF file has them."""
-    tasks: tuple[tuple[str, str], ...] = ()
-    """Tasks with a LoRA adapter each, which a request may name, and the text that each puts before a text."""
-    task_rank: int = 0
-    task_scale: float = 1.0
-    head: ClassifierConfig | None = None
-    renames: tuple[tuple[str, str], ...] = ()
-    """(pattern, replacement) for names of tensors, applied in order."""
-
-    def has_experts(self, layer: int) -> bool:
-        return self.experts[0] > 0 and layer % self.experts_every == 1
-
-    def task_linears(self, config: "ModelConfig") -> dict[str, tuple[int, int]]:
-        """Return inputs and outputs of a layer's linears that tasks adapt, by name."""
-        hidden, ffn = config.hidden_size, config.intermediate_size
-        found = {"self_attn.qkv_proj": (hidden, 3 * hidden), "self_attn.o_proj": (hidden, hidden)}
-        found |= {"mlp.up_proj": (hidden, ffn), "mlp.down_proj": (ffn, hidden)}
-        return found if self.tasks else {}
-
-    def rename(self, name: str) -> str:
-        for pattern, replacement in self.renames:
-            name = re.sub(pattern, replacement, name)
-        return name
-
-
-UNUSED_OF_ENCODERS = (
-    *("cls.", "lm_head.", "decoder.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
-    *("pooler.", "embeddings.position_ids", "embeddings.token_type_ids", "adapters."),
-)
-"""Tensors of heads that predict words, poolers that no vector passes, buffers, and adapters of tasks."""
 
 EncoderRule = Callable[[Fields], EncoderConfig]
 

@@ -23,12 +23,11 @@ from .architecture import (
     ArchitectureTraits,
     BlockKind,
     CommonSizes,
-    EncoderConfig,
     QKNorm,
     refuse_unsupported,
 )
 from .attention import IndexConfig, LatentConfig, LayerSizes, Scales, sliding_shape
-from .encoders.pooling import has_head, has_tied_head, read_vectors
+from .encoders.config import EncoderConfig, has_head, has_tied_head, read_vectors
 from .expected_tensors import count_layer_params, count_parameters
 from .fields import (
     MAX_POSITIONS,

@@ -14,8 +14,9 @@ from ..checkpoint.formats.weight_format import GgufFormat
 from ..checkpoint.index import NOT_NEEDED, CountedTensors, ExpectedTensors, refuse_undeclared
 from ..checkpoint.names import renamed
 from ..checkpoint.safetensors import TensorEntry, misplaced_tensor, missing_tensor
-from .architecture import BIASED_NORMS, NORMS, OWN_GATES, UNUSED_OF_ENCODERS, EncoderConfig
+from .architecture import BIASED_NORMS, NORMS, OWN_GATES
 from .attention import LatentConfig
+from .encoders.config import UNUSED_OF_ENCODERS, EncoderConfig
 from .moe import ExpertsConfig, StackedExperts
 from .recurrent.config import take_recurrent
 

@@ -12,9 +12,9 @@ from llmbox.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT
 from ..errors import UnsupportedArchitecture
 from . import attention, moe, rope
 from .architecture import MISSING, Architecture, refuse_options, spelled
+from .encoders.config import with_head
 from .encoders.encoder import ENCODERS, encoder_name
 from .encoders.own_code import OWN_CODE_ENCODERS
-from .encoders.pooling import with_head
 from .families.deepseek import DEEPSEEKS, MISTRAL4
 from .families.gemma import GEMMA_MODELS
 from .families.gemma4 import GEMMA3N_MODELS, GEMMA4_MODELS

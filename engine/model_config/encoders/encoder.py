@@ -7,18 +7,12 @@ of a checkpoint into them.
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..architecture import (
-    Architecture,
-    ClassifierConfig,
-    EncoderActivation,
-    EncoderConfig,
-    EncoderRule,
-    spelled,
-)
+from ..architecture import Architecture, EncoderRule, spelled
 from ..attention import Windows, layer_types
 from ..fields import Fields, show
 from ..moe import selected_by
 from ..rope import LayerRopes, no_rope, one_rope, parse_rope
+from .config import ClassifierConfig, EncoderActivation, EncoderConfig
 
 _ACTIVATIONS: Final[dict[str, EncoderActivation]] = {
     "gelu": "gelu",
