@@ -4,6 +4,7 @@ T rows, E hidden, X experts.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional as torch_functional
 
 from llmbox.kernels.activation import UNGATED, XIELU, Activation, LimitedSwiGLU
 from llmbox.kernels.op_types import ExpertOwners, ExpertResults, Mixture, Routing
-from llmbox.kernels.ops import Ops
+from llmbox.kernels.ops import Ops, PackedLinear
 
 from ..checkpoint.safetensors import ShardSlice
 from ..model_config.config import ModelConfig
@@ -74,6 +75,39 @@ class GatedMLP:
 def limited(activation: Activation, limit: float) -> Activation | LimitedSwiGLU:
     assert not limit or activation == "silu"
     return LimitedSwiGLU(limit) if limit else activation
+
+
+class SharedMLP(GatedMLP):
+    """MLP of a block that several layers share, whose gates and ups have adapters of each."""
+
+    narrow: PackedLinear
+    widen: PackedLinear
+    ones_2F: Tensor
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
+        inner = config.intermediate_size
+        weights.split("gate_up_proj", {"gate_proj": inner, "up_proj": inner})
+        super().__init__(config, weights, ops)
+
+    def for_use(self, config: ModelConfig, weights: Weights, layer: int) -> "SharedMLP":
+        """Return the same MLP in another layer, with its adapters."""
+        assert config.shared is not None
+        found, name = copy(self), f"gate_up_proj_adapter_list.{config.shared.layers.index(layer)}"
+        inner, rank = self.rank.part(config.intermediate_size), ShardSlice.whole(config.shared.rank)
+        weights.split(f"{name}.1", {f"{name}.{part}": inner.total for part in ("gate", "up")})
+        found.narrow = weights.linear({f"{name}.0": rank}, ShardSlice.whole(config.hidden_size), bias=False)
+        found.widen = weights.linear({f"{name}.gate": inner, f"{name}.up": inner}, rank, bias=False)
+        found.ones_2F = torch.ones(2 * inner.size, device=weights.device)
+        return found
+
+    def inner(self, x_TE: Tensor) -> Tensor:
+        ops = self.ops
+        assert ops.recurrent is not None
+        adapted_T2F = ops.linear(self.widen, ops.linear(self.narrow, x_TE))
+        # A copy, as the next linear may give its result where this one has.
+        adapted_T2F = ops.recurrent.mul_add(adapted_T2F, self.ones_2F, None)
+        gate_up_T2F = ops.recurrent.mul_add(ops.linear(self.gate_up, x_TE), self.ones_2F, adapted_T2F)
+        return self._gate_mul(gate_up_T2F, self.activation)
 
 
 _XIELU_TENSORS = "alpha_p", "alpha_n", "beta", "eps"

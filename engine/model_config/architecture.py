@@ -12,7 +12,7 @@ from .encoders.config import EncoderConfig
 from .fields import MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Fields, attends_both_ways
 from .moe import ExpertRule
 from .mtp import MTPStyle
-from .recurrent.config import RecurrentRule
+from .recurrent.config import RecurrentRule, SharedBlocksConfig
 from .rope import RopeRule, one_rope
 
 if TYPE_CHECKING:
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 BlockKind = Literal[
     "pre_norm", "post_norm", "sandwich", "parallel", "single", "layer_norm", "parallel_biased",
-    "parallel_norms", "scaled_sandwich", "altup", "parallel_rms",
+    "parallel_norms", "scaled_sandwich", "altup", "parallel_rms", "shared",
 ]  # fmt: skip
 """Position of a layer's norms: before attention and MLP, after them, both, one LayerNorm before attention and
 MLP side by side, one norm before a layer that is attention or MLP, or LayerNorms with biases before both.
 "parallel_biased" is "parallel" with a bias, "parallel_rms" with an RMS norm, and "parallel_norms" has a
 LayerNorm with a bias for each of the two. "scaled_sandwich" and "altup" are those of Gemma 4 and 3n: norms as
-in "sandwich", then the embedding of the layer, and a scalar or streams (`AltUpConfig`)."""
+in "sandwich", then the embedding of the layer, and a scalar or streams (`AltUpConfig`). "shared" is "single"
+where some layers have a block that others have too (`SharedBlocksConfig`)."""
 _PRE = ("input_layernorm", "post_attention_layernorm")
 _POST = ("post_attention_layernorm", "post_feedforward_layernorm")
 _SANDWICH = (*_POST, "input_layernorm", "pre_feedforward_layernorm")
@@ -34,7 +35,9 @@ NORMS: Mapping[BlockKind, tuple[str, ...]] = {
     **dict.fromkeys(("pre_norm", "layer_norm", "parallel_norms"), _PRE),
     "post_norm": _POST,
     **dict.fromkeys(("sandwich", "scaled_sandwich", "altup"), _SANDWICH),
-    **dict.fromkeys(("parallel", "parallel_biased", "parallel_rms", "single"), ("input_layernorm",)),
+    **dict.fromkeys(
+        ("parallel", "parallel_biased", "parallel_rms", "single", "shared"), ("input_layernorm",)
+    ),
 }
 """Names of a layer's norms, around attention and MLP."""
 BIASED_NORMS: frozenset[BlockKind] = frozenset({"layer_norm", "parallel_biased", "parallel_norms"})
@@ -212,6 +215,7 @@ class Architecture(ArchitectureTraits):
     per_layer: Callable[[Fields], tuple[int, int]] = lambda _fields: (0, 0)
     """Rule that returns the width of the embeddings that each layer has, and the tokens that these know."""
     altup: Callable[[Fields], AltUpConfig | None] = lambda _fields: None
+    shared: Callable[[Fields], SharedBlocksConfig | None] = lambda _fields: None
     mtp: MTPStyle | None = None
     """Names of the layer for multi-token prediction that its checkpoints may have; None: they have none, or
     another one."""
@@ -316,7 +320,6 @@ _OF_FAMILIES = {
     "the time mixing of RWKV": "Rwkv",
     "sines and cosines of positions, added to embeddings": "XGLM",
     "attention that several layers share": "Zamba",
-    "attention that several layers share, with adapters of their own": "Zamba2",
     "convolutions of queries and keys, and routers with an MLP": "Zaya",
     "memories in matrices with exponential gates (mLSTM)": "xLSTM",
 }

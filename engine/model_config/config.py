@@ -41,7 +41,7 @@ from .fields import (
 )
 from .moe import ExpertsConfig
 from .mtp import MTPConfig, find_mtp, mtp_shape
-from .recurrent.config import RecurrentConfig
+from .recurrent.config import RecurrentConfig, SharedBlocksConfig
 from .registry import architecture_of, named_architecture
 from .rope import RopeConfig
 from .shape import ModelShape
@@ -117,6 +117,7 @@ class ModelConfig(ArchitectureTraits):
     per_layer_vocab: int = 0
     """Tokens that these embeddings have rows for."""
     altup: AltUpConfig | None = None
+    shared: SharedBlocksConfig | None = None
     vision: VisionConfig | None = None
     """Vision tower, if it is one that is known."""
     image_problem: str = ""
@@ -184,6 +185,8 @@ class ModelConfig(ArchitectureTraits):
     @property
     def mlp_layers(self) -> int:
         """Number of layers with an MLP, and no experts."""
+        if self.shared is not None:
+            return self.shared.blocks
         others = 0 if self.experts is None else self.experts.num_layers
         if self.block == "single" and self.recurrent is not None:
             others += sum(self.recurrent.layers) + sum(self.recurrent.attention)
@@ -246,6 +249,7 @@ class ModelConfig(ArchitectureTraits):
             norms_all_heads=self.qk_norm == "width" or self.has_sub_norms,
             exact_params=self.num_parameters,
             latent=None if self.latent is None else self.latent.shape(self.hidden_size, self.num_heads),
+            shares_blocks=self.shared is not None,
             shares_selection=self.sparse_index is not None and not all(self.sparse_index.layers),
             other_heads=tuple(sorted({each.heads for each in self.layer_sizes} - {0, self.num_heads})),
             fits_float16=self.fits_float16,
@@ -255,7 +259,7 @@ class ModelConfig(ArchitectureTraits):
             wide_params=self.wide_params,
             experts=None if self.experts is None else self.experts.shape(),
             recurrent=recurrent,
-            mlp_layers=self.mlp_layers if self.block == "single" else None,
+            mlp_layers=self.mlp_layers if self.block in {"single", "shared"} else None,
             is_gated=self.activation not in UNGATED,
             sliding=sliding_shape(self.windows, self.layer_sizes, heads, recurrent),
             has_attention=tuple(each.has_attention for each in self.layer_sizes),
@@ -349,6 +353,7 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
         per_layer_width=per_layer_width,
         per_layer_vocab=per_layer_vocab,
         altup=kind.altup(fields),
+        shared=kind.shared(fields),
         vision=vision,
         image_problem=image_problem,
         position_rows=kind.position_rows(fields),

@@ -93,6 +93,8 @@ def gate_mul(gate_up_T2F: Tensor, activation: Activation | LimitedSwiGLU | XIELU
         return (share * gate).mul_(up + 1)
     if activation == "relu2_gated":
         return gate.relu().square_().mul_(up)
+    if activation == "gelu_gated":
+        return _ungated(gate, "gelu").mul(up)
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return activated.mul_(up)
 

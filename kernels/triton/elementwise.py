@@ -59,7 +59,7 @@ def tanh(x: tl.tensor) -> tl.tensor:
 
 WITH_GELU_TANH, WITH_SWIGLU_OAI, WITH_RELU2 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 WITH_GELU, WITH_GELU_NEW, WITH_RELU = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
-WITH_RELU2_GATED = tl.constexpr(7)
+WITH_RELU2_GATED, WITH_GELU_GATED = tl.constexpr(7), tl.constexpr(9)
 WITH_LIMIT, ALPHA = tl.constexpr(LIMITED_CODE), tl.constexpr(SWIGLU_ALPHA)
 
 
@@ -175,6 +175,8 @@ def gated(
         up = tl.where(limited > LIMIT, LIMIT, tl.where(limited < -LIMIT, -LIMIT, limited)).to(gate.dtype)
     if ACTIVATION == WITH_RELU2_GATED:
         activated = tl.where(wide < 0.0, 0.0, wide * wide).to(gate.dtype)
+    if ACTIVATION == WITH_GELU_GATED:
+        activated = (0.5 * wide * (1.0 + tl.erf(0.7071067811865476 * wide))).to(gate.dtype)
     return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 

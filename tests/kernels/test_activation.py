@@ -10,7 +10,7 @@ from support.numbers import DTYPES, assert_near
 
 Gate = Activation | LimitedSwiGLU
 LIMITED: list[Gate] = ["swiglu_oai", LimitedSwiGLU(3.0), LimitedSwiGLU(0.3)]
-ACTIVATIONS: list[Gate] = ["silu", "gelu_tanh", *LIMITED, "relu2_gated"]
+ACTIVATIONS: list[Gate] = ["silu", "gelu_tanh", *LIMITED, "relu2_gated", "gelu_gated"]
 
 
 def exact(gate: Tensor, up: Tensor, activation: Gate) -> Tensor:
@@ -28,6 +28,8 @@ def activated(gate: Tensor, activation: Gate) -> Tensor:
         return gate / (1 + (-gate).exp())
     if activation == "relu2_gated":
         return gate.relu() ** 2
+    if activation == "gelu_gated":
+        return torch.nn.functional.gelu(gate)
     return torch.nn.functional.gelu(gate, approximate="tanh")
 
 

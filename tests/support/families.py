@@ -169,6 +169,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 19,
         "tie_word_embeddings": True,
     },
+    "zamba2": {
+        "num_hidden_layers": 6,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["hybrid", "linear_attention"],
+        "num_key_value_heads": 4,
+        "head_dim": LEFT_OUT,
+        "num_mem_blocks": 2,
+        "adapter_rank": 8,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 24,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
+        "tie_word_embeddings": True,
+    },
     "bamba": MAMBA | {"attn_layer_indices": [1], "num_hidden_layers": 3},
     "falcon_h1": MAMBA
     | {
@@ -543,6 +557,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
                 weight.mul_(0.5)  # scores have no other scale, and steep softmaxes make rounding visible
         elif "inv_freq" not in name and weight.dim():
             scale = 1.0 if "embed" in name else 1.5 / math.sqrt(weight.shape[-1])
+            if model.config.model_type == "zamba2" and re.search("adapter|[qk]_proj|embed", name):
+                scale *= 0.4  # the same
             weight.copy_(scale * torch.randn(weight.shape, generator=generator))
 
 
@@ -566,7 +582,10 @@ def spell_as_before(directory: Path) -> None:
         raw["rope_parameters"] = rope
     elif rope is not None:
         spell_rope_as_before(raw, rope)
-    if "layers_block_type" in raw:
+    if raw["model_type"] == "zamba2":
+        kinds = raw["layers_block_type"]
+        raw["layers_block_type"] = [kind.replace("linear_attention", "mamba") for kind in kinds]
+    elif "layers_block_type" in raw:
         letters = {"linear_attention": "M", "full_attention": "*", "moe": "E", "mlp": "-"}
         raw["hybrid_override_pattern"] = "".join(letters[kind] for kind in raw.pop("layers_block_type"))
     if "linear_head_dim" in raw:

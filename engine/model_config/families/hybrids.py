@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from .. import moe, rope
-from ..architecture import RELU2, Architecture, as_it_is, refuse_options, spelled
+from ..architecture import RELU2, Architecture, as_it_is, four_times_hidden, refuse_options, spelled
 from ..attention import Scales, multiplier, multipliers
 from ..fields import Fields
 from ..moe import W123, StackedExperts
@@ -257,6 +257,34 @@ HYBRIDS: dict[str, Architecture] = {
             "rms_norm_eps=layer_norm_epsilon"
         ),
         names={"input_layernorm": "norm", "mamba": "mixer"},
+    ),
+    "Zamba2ForCausalLM": Architecture(
+        model_type="zamba2",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "intermediate_size": four_times_hidden,
+            "num_key_value_heads": lambda fields: fields.integer("num_attention_heads"),
+            "mamba_n_heads": 8,
+            "mamba_d_state": 64,
+        },
+        hidden_acts={"gelu": "gelu_gated"},
+        mlp_bias=True,
+        block="shared",
+        ropes=lambda fields, *sizes: (
+            rope.one_rope if fields.flag("use_mem_rope", default=False) else rope.no_rope
+        )(fields, *sizes),
+        scales=lambda fields: Scales(attention=(fields.integer("head_dim") / 2) ** -0.5),
+        recurrence=recurrent.zamba2_recurrence,
+        sizes=recurrent.zamba2_sizes,
+        shared=recurrent.zamba2_shared,
+        aliases=spelled(
+            "mamba_n_heads=n_mamba_heads mamba_n_groups=mamba_ngroups mamba_proj_bias=add_bias_linear "
+            "mlp_bias=add_bias_linear"
+        ),
+        names={"model.norm.weight": "model.final_layernorm.weight"},
+        # transformers shares no blocks either where the output head is not the embedding.
+        refuse=refuse_options(tie_word_embeddings=True),
     ),
     "OlmoHybridForCausalLM": Architecture(
         model_type="olmo_hybrid",

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..attention import SLIDING, Windows, window_of
 from ..families.deepseek import deepseek_sizes
-from ..fields import Fields, show
+from ..fields import MAX_LAYERS, MAX_WIDTH, Fields, show
 from ..moe import (
     ExpertsConfig,
     deepseek_experts,
@@ -20,6 +20,7 @@ from .config import (
     NO_ATTENTION,
     GatedNorm,
     RecurrentConfig,
+    SharedBlocksConfig,
     conv_width,
     gated_delta_nets,
     mamba1_layers,
@@ -218,6 +219,58 @@ def mamba2_sizes(fields: Fields) -> dict[str, Any]:
         "head_dim": head_dim,
         "intermediate_size": heads * head_dim,
     }
+
+
+ZAMBA2_LAYERS = {"mamba": "mamba", "linear_attention": "mamba", "hybrid": "hybrid"}
+
+
+def zamba2_layers(fields: Fields) -> list[str]:
+    """Return the kind of each layer, mamba or hybrid. Raises ModelError."""
+    layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    usual = {*range(6, 43, 6), 47, 51}
+    types = fields.raw.get("layers_block_type") or ["hybrid" if n in usual else "mamba" for n in range(54)]
+    is_list = isinstance(types, list) and len(types) == layers
+    if not is_list or not all(str(each) in ZAMBA2_LAYERS for each in types):
+        raise fields.error(f"layers_block_type must name mamba or hybrid for each of {layers} layers")
+    named = [ZAMBA2_LAYERS[each] for each in types]
+    if "hybrid" not in named:
+        raise fields.error(NO_ATTENTION)
+    return named
+
+
+def zamba2_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the heads of attention, which together are twice as wide as a row, and the longest text."""
+    width, heads = 2 * fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if width % heads:
+        raise fields.error(f"num_attention_heads {heads} must divide twice hidden_size {width // 2}")
+    is_long = fields.flag("use_long_context", default=False)
+    return {"head_dim": width // heads, **({"max_position_embeddings": 16384} if is_long else {})}
+
+
+def zamba2_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    """Return Mamba-2 in all layers, some of which have attention of a shared block before it."""
+    limits, kinds = [fields.number("time_step_min", 0.001), math.inf], zamba2_layers(fields)
+    if limits[0] < 0:
+        raise fields.error(f"time_step_min {limits[0]} must be from 0 on")
+    changed = {"time_step_limit": limits, "mamba_d_head": "auto", "mamba_conv_bias": True}
+    has_attention = tuple(kind == "hybrid" for kind in kinds)
+    found = mamba2_layers(fields.replace(**changed), (True,) * layers, has_attention)
+    return found and replace(found, norm_eps=1e-5)
+
+
+def zamba2_shared(fields: Fields) -> SharedBlocksConfig:
+    """Return the layers with a block that is shared, and sizes of the adapters."""
+    layers = tuple(layer for layer, kind in enumerate(zamba2_layers(fields)) if kind == "hybrid")
+    adapts = fields.flag("use_shared_attention_adapter", default=False)
+    heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
+    if adapts and heads != kv_heads:
+        raise fields.error("use_shared_attention_adapter with fewer KV heads than heads is not supported")
+    return SharedBlocksConfig(
+        layers=layers,
+        blocks=min(fields.integer("num_mem_blocks", 1), len(layers)),
+        rank=fields.integer("adapter_rank", 128, most=MAX_WIDTH),
+        adapts_attention=adapts,
+    )
 
 
 def jamba_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:

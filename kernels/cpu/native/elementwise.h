@@ -216,7 +216,7 @@ private:
 
 // As Python names them (kernels/cpu/weight_packing.py).
 enum Activation : int { SILU = 0, GELU_TANH = 1, SWIGLU_OAI = 2, RELU2 = 3, GELU = 4, GELU_NEW = 5, RELU = 6,
-                        RELU2_GATED = 7, SWIGLU_LIMITED = 8 };
+                        RELU2_GATED = 7, SWIGLU_LIMITED = 8, GELU_GATED = 9 };
 
 constexpr bool is_gated(Activation a) { return a < RELU2 || a >= RELU2_GATED; }
 
@@ -267,7 +267,9 @@ template <Activation A, class T> INLINE void gate_mul(T* gate, const T* up, int 
         Floats u = load(up + i, count - i);
         if constexpr (A == SWIGLU_OAI || A == SWIGLU_LIMITED) u = at_most(select(u < -most, -most, u), most);
         if constexpr (A == SWIGLU_OAI) u = u + splat(1.f), g = at_most(g, most);
-        Floats result = activated<A>(g);
+        Floats result = g;
+        if constexpr (A == GELU_GATED) result = ungated<GELU>(g);
+        else result = activated<A>(g);
         if constexpr (A == SWIGLU_LIMITED) result = at_most(result, most);
         store(gate + i, result * u, count - i);
     }

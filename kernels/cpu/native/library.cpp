@@ -170,6 +170,7 @@ Op* llmbox_gate_mul_op(int dtype, int activation, float limit, void* x, int64_t 
             case GELU_NEW: return make.template operator()<GELU_NEW>();
             case RELU: return make.template operator()<RELU>();
             case RELU2_GATED: return make.template operator()<RELU2_GATED>();
+            case GELU_GATED: return make.template operator()<GELU_GATED>();
             case SWIGLU_LIMITED: return make.template operator()<SWIGLU_LIMITED>();
             default: return make.template operator()<SILU>();
         }

@@ -339,7 +339,7 @@ void check_rows(int dtype, int rows, int heads, int width) {
     }
     for (int table : {0, 1}) run(llmbox_rotary_op(dtype, x.data(), row, heads, width, table), step);
     if (row % 2 == 0)
-        for (int activation : {SILU, GELU_TANH, RELU2_GATED, SWIGLU_LIMITED})
+        for (int activation : {SILU, GELU_TANH, RELU2_GATED, SWIGLU_LIMITED, GELU_GATED})
             run(llmbox_gate_mul_op(dtype, activation, 7.f, x.data(), row, row / 2), step);
     for (int activation : {RELU2, GELU, GELU_NEW, RELU}) run(llmbox_gate_mul_op(dtype, activation, 7.f, x.data(), row, row), step);
     run(llmbox_xielu_op(dtype, x.data(), row, row, 0.8f, 0.9f, 0.5f, -1e-6f), step);
