@@ -557,7 +557,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
                 weight.mul_(0.5)  # scores have no other scale, and steep softmaxes make rounding visible
         elif "inv_freq" not in name and weight.dim():
             scale = 1.0 if "embed" in name else 1.5 / math.sqrt(weight.shape[-1])
-            if model.config.model_type == "zamba2" and re.search("adapter|[qk]_proj|embed", name):
+            if model.config.model_type == "zamba2" and re.search(r"adapter|[qk]_proj|embed|\.linear\.", name):
                 scale *= 0.4  # the same
             weight.copy_(scale * torch.randn(weight.shape, generator=generator))
 
