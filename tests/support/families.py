@@ -170,8 +170,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "zamba2": {
-        "num_hidden_layers": 6,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["hybrid", "linear_attention"],
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
         "num_key_value_heads": 4,
         "head_dim": LEFT_OUT,
         "num_mem_blocks": 2,
