@@ -101,7 +101,7 @@ def test_a_gpt_2_as_it_was_published(tmp_path: Path) -> None:
         check_weights(str(model), parse_config(model), list_tensors(model))
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "gpt_neox"])
+@pytest.mark.parametrize("arch", ["gpt2", "gpt_neox", "step3p5", "zamba2"])
 def test_checkpoints_with_other_names_are_quantized(tmp_path: Path, arch: str) -> None:
     model = make_tiny_model(tmp_path / "wide", arch=arch)
     quantize(model, tmp_path / "narrow", QUANTS["int8"], 1, lambda _done, _total: None)
