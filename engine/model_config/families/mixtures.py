@@ -180,10 +180,10 @@ def step3p5_sizes(fields: Fields) -> dict[str, Any]:
         sparse = fields.layer_numbers("moe_layers_enum", sparse, layers)
         found["mlp_layer_types"] = ["sparse" if layer in sparse else "dense" for layer in range(layers)]
     types, ropes = fields.layer_types(types, layers, FULL, SLIDING), raw_rope(fields)
-    if ropes.keys() >= set(types):
-        found["rope_parameters"] = {kind: ropes[kind] for kind in ropes if kind in types}
-    else:
-        found["rope_parameters"] = {kind: _step3p5_rope(fields, types, kind) for kind in sorted(set(types))}
+    is_by_type = ropes.keys() >= set(types)
+    found["rope_parameters"] = {
+        kind: ropes[kind] if is_by_type else _step3p5_rope(fields, types, kind) for kind in sorted(set(types))
+    }
     return found | {"rope_theta": None, "rope_scaling": None}
 
 
