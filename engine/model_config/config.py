@@ -36,13 +36,11 @@ from .fields import (
     attends_both_ways,
     checkpoint_dtype,
     norm_eps,
-    text_fields,
-    with_text_sizes,
 )
 from .moe import ExpertsConfig
 from .mtp import MTPConfig, find_mtp, mtp_shape
 from .recurrent.config import RecurrentConfig, SharedBlocksConfig
-from .registry import architecture_of, named_architecture
+from .registry import architecture_of, language_model
 from .rope import RopeConfig
 from .shape import ModelShape
 from .vision.config import VisionConfig
@@ -282,17 +280,10 @@ def parse_config(path: Path | str) -> ModelConfig:
 
 def parse_fields(fields: Fields, path: Path) -> ModelConfig:
     """Do as `parse_config` with the content of config.json; `path` has the weights."""
-    kind = architecture_of(fields)
     vision, image_problem = None, why_no_tower(fields)
-    if kind.is_nested:
+    if architecture_of(fields).is_nested:
         vision, image_problem = find_vision(Path(path))
-        fields = text_fields(fields)
-        named = fields.raw.get("model_type")
-        kind = next((inner for inner in kind.nested if inner.model_type == named), kind)
-        if kind.text_type:
-            named = {"model_type": named or kind.text_type, "architectures": None}
-            kind = named_architecture(fields.replace(**named))
-        fields = with_text_sizes(fields, kind.model_type)
+    kind, fields = language_model(fields)
     fields = kind.complete(fields)
     kind = replace(kind, **kind.variant(fields))
     activation = kind.read_activation(fields)

@@ -23,7 +23,7 @@ from .families.hybrids import HYBRIDS
 from .families.mixtures import MIXTURES
 from .families.others import OTHER_FAMILIES
 from .families.siblings import SIBLINGS, granite_scales
-from .fields import Fields, show
+from .fields import Fields, show, text_fields, with_text_sizes
 
 
 def refuse_other_texts(fields: Fields) -> None:
@@ -364,3 +364,17 @@ def named_architecture(fields: Fields) -> Architecture:
         f"{fields.where}: architecture {wanted} is not supported{reason}; supported: "
         f"{', '.join(ARCHITECTURES)}"
     )
+
+
+def language_model(fields: Fields) -> tuple[Architecture, Fields]:
+    """Return the architecture of the language model, and its fields; those of `text_config` where it sees."""
+    kind = architecture_of(fields)
+    if not kind.is_nested:
+        return kind, fields
+    fields = text_fields(fields)
+    named = fields.raw.get("model_type")
+    kind = next((inner for inner in kind.nested if inner.model_type == named), kind)
+    if kind.text_type:
+        named = {"model_type": named or kind.text_type, "architectures": None}
+        kind = named_architecture(fields.replace(**named))
+    return kind, with_text_sizes(fields, kind.model_type)
