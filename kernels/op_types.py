@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .activation import Activation
+from .activation import Activation, LimitedSwiGLU
 from .lora import AdaptedRows, ExpertAdapters
 
 CosSin = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -129,7 +129,7 @@ class Mixture:
     normalized: bool
     """True if the routing weights of the chosen experts are normalized to sum to one."""
     routing: Routing = field(default_factory=Routing)
-    activation: Activation = "silu"
+    activation: Activation | LimitedSwiGLU = "silu"
     held: Sequence[int] | None = None
     """Experts whose linears are here, in the order of these, ascending until `place` was called; None: all. A
     row's result lacks what it chose among the others."""

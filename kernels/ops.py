@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .activation import XIELU, Activation
+from .activation import XIELU, Activation, LimitedSwiGLU
 from .lora import LoraOps
 from .op_types import (
     AltUpOps,
@@ -175,7 +175,7 @@ class Ops:
     cos repeats its first half, sin holds (-sin, sin): x * cos + swapped halves * sin. New tensor or in place.
     """
 
-    gate_mul: Callable[[Tensor, Activation | XIELU], Tensor]
+    gate_mul: Callable[[Tensor, Activation | LimitedSwiGLU | XIELU], Tensor]
     """(gate_up_T2F, gate first; activation) -> activation(gate) * up, [T, F]. May overwrite its argument.
     Activations of `UNGATED` take [T, F], without ups; xIELU is given with its numbers."""
 

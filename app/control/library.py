@@ -12,7 +12,7 @@ from pathlib import Path
 from llmbox.engine.checkpoint.formats.weight_format import GgufFormat
 from llmbox.engine.errors import DeviceError, EngineError
 from llmbox.engine.model_config.config import ModelConfig, parse_config
-from llmbox.engine.model_config.encoders.pooling import is_declared
+from llmbox.engine.model_config.encoders.config import is_declared
 from llmbox.engine.weights.packed_cache.cache import PackedWeightCache
 
 from ..errors import ApiError, CliError, Exit

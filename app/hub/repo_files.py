@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from llmbox.engine.checkpoint.files import parse_json
 from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
-from llmbox.engine.model_config.encoders.pooling import DENSE_FILES, MODULES_FILE, POOLING_FILE, PROMPTS_FILE
+from llmbox.engine.model_config.encoders.config import DENSE_FILES, MODULES_FILE, POOLING_FILE, PROMPTS_FILE
 
 from ..errors import CliError
 from ..models.gguf_folders import choose_projector, choose_quantization, is_projector, quantizations

@@ -42,6 +42,7 @@ VISION = tuple(
             "connector.",
             "vision_projector.",
             "projector.",
+            "vit_large_projector.",
             "image_newline",
             "visual_embeddings_table.",
             "mlp_AR.",
@@ -73,9 +74,10 @@ _SPELLED = {
     "model.norm_f.": "model.norm.",
     ".attention_layer_norm.": ".input_layernorm.",
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    ".mamba_decoder.": ".",
     ".moe.router.expert_bias": ".mlp.gate.e_score_correction_bias",
 }
-"""Parts of names in checkpoints of Nemotron-H, OLMo-hybrid and Kolibri 1, and those of others."""
+"""Parts of names in checkpoints of Nemotron-H, OLMo-hybrid, Zamba2 and Kolibri 1, and those of others."""
 _DENSE: Final = {".dense_h_to_4h.": ".up_proj.", ".dense_4h_to_h.": ".down_proj."}
 _OPT_LAYER: Final = {
     ".self_attn_layer_norm.": ".input_layernorm.",
@@ -164,7 +166,7 @@ _OPT: Final = "decoder.embed_tokens.weight"
 """Embedding of an OPT as it was published, without `model.`."""
 _OF_OTHER_SPELLING = (
     *("backbone.embeddings.weight", "model.embeddings.weight", ".attention_layer_norm.weight"),
-    ".moe.router.expert_bias",
+    *(".moe.router.expert_bias", ".mamba_decoder.input_layernorm.weight"),
 )
 
 

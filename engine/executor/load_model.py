@@ -26,7 +26,7 @@ from ..model.decoder import Decoder
 from ..model.encoder import Encoder
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig
-from ..model_config.encoders.pooling import EncoderVectors, PoolingConfig, read_pooling, read_vectors
+from ..model_config.encoders.config import EncoderVectors, PoolingConfig, read_pooling, read_vectors
 from ..model_config.expected_tensors import check_weights
 from ..model_config.parallel_layout import ParallelLayout
 from ..model_config.recurrent.config import RecurrentConfig

@@ -10,8 +10,8 @@ from typing import Any, Final
 from ..checkpoint.files import open_regular
 from ..checkpoint.safetensors import FETCH_AGAIN, shown
 from ..errors import ModelError
-from ..model_config.architectures import named_architecture
 from ..model_config.fields import Fields
+from ..model_config.registry import named_architecture
 from .architectures import GgufArchitecture, architecture_of
 from .names import SCORES, parts_of_model
 from .reader import FLOATS, GgufFile

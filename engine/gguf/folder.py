@@ -17,7 +17,7 @@ from llmbox.kernels.quant_formats import GGUF_QUANTS
 from ..checkpoint.files import read_json
 from ..checkpoint.safetensors import TensorEntry, shown
 from ..errors import ModelError
-from ..model_config.encoders.pooling import MODULES_FILE, POOLING_FILE, PROMPTS_FILE
+from ..model_config.encoders.config import MODULES_FILE, POOLING_FILE, PROMPTS_FILE
 from ..model_config.fields import Fields
 from ..model_config.shape import DTYPE_BYTES
 from ..model_config.vision.families import IMAGE_PROBLEM

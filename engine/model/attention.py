@@ -4,6 +4,7 @@ T rows, E hidden, H query heads and G kv heads of this rank, D head dim, n = H +
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -137,7 +138,7 @@ class Attention:
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
         """Return partial results for `TensorParallel.add_rms_norm`, [T, E]."""
         ops, plan = self.ops, forward.plans[self.window]
-        rows = ops.linear(self.qkv, x_TE).view(len(x_TE), -1, self.head_dim)
+        rows = self._project(x_TE).view(len(x_TE), -1, self.head_dim)
         qkv, gates = rows[:, : self.heads + 2 * self.kv_heads], rows[:, self.heads + 2 * self.kv_heads :]
         q_THD = self._rotate_and_write_kv(qkv, forward, plan)
         special = self.softcap, self.sinks_H
@@ -149,6 +150,10 @@ class Attention:
         if self.sub_norm_Q is not None:
             out = ops.before(self.output).rms_norm(out, self.sub_norm_Q, self.eps)
         return self.rank.row_parallel_linear(ops, self.output, out, x_TE.shape[1])
+
+    def _project(self, x_TE: Tensor) -> Tensor:
+        """Return queries, keys, values and gates: rows of the stacked linear."""
+        return self.ops.linear(self.qkv, x_TE)
 
     def _multiply(self, out: Tensor, gates: Tensor) -> Tensor:
         assert self.ops.recurrent is not None
@@ -278,6 +283,44 @@ class FullWidthQKNormAttention(Attention):
         q_TQ = self.ops.rms_norm(rows[:, :q].unsqueeze(1), self.q_norm.unsqueeze(0), self.eps)
         k_TK = self.ops.rms_norm(rows[:, q : q + k].unsqueeze(1), self.k_norm.unsqueeze(0), self.eps)
         return q_TQ.view(tokens, -1, self.head_dim), k_TK.view(tokens, -1, self.head_dim)
+
+
+class SharedAttention(Attention):
+    """Attention of a block that several layers share, with adapters of each (Zamba2).
+
+    R: rank of adapters, Q: queries, keys and values of this rank.
+    """
+
+    down: PackedLinear | None = None
+    """Adapters of the layer, if it has some: to R numbers for queries, for keys and for values, and back."""
+    up: PackedLinear
+    ones_Q: Tensor
+
+    def for_use(self, config: ModelConfig, weights: Weights, layer: int) -> "SharedAttention":
+        """Return the same attention in another layer, with its adapters."""
+        assert config.shared is not None
+        found = copy(self)
+        found.layer = found.layer_of_kind = config.layers_with(range(layer), state=False)
+        if config.shared.adapts_attention:
+            use, rank = config.shared.layers.index(layer), ShardSlice.whole(config.shared.rank)
+            names = [f"linear_{part}_adapter_list.{use}" for part in "qkv"]
+            outputs = rows_of(self.rank.part(config.num_heads), self.head_dim)
+            downs = {f"{name}.0": rank for name in names}
+            found.down = weights.linear(downs, ShardSlice.whole(2 * config.hidden_size), bias=False)
+            found.up = self.ops.stack_heads(
+                [weights.wide_linear(f"{name}.1", outputs, rank) for name in names]
+            )
+            found.ones_Q = torch.ones(3 * outputs.size, device=weights.device)
+        return found
+
+    def _project(self, x_TE: Tensor) -> Tensor:
+        qkv_TQ = super()._project(x_TE)
+        if self.down is None:
+            return qkv_TQ
+        assert self.ops.recurrent is not None
+        low_T3R = self.ops.linear(self.down, x_TE).view(len(x_TE), 3, -1)
+        adapted_TQ = self.ops.linear_by_head(self.up, low_T3R).flatten(1)
+        return self.ops.recurrent.mul_add(qkv_TQ, self.ones_Q, adapted_TQ)
 
 
 class HeadLayerNormAttention(Attention):

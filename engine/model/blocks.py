@@ -5,16 +5,19 @@ yet. So the next norm can add and norm in one operation. T rows of the step, E h
 """
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from llmbox.kernels.ops import Ops, PackedLinear
 
+from ..checkpoint.safetensors import ShardSlice
 from ..model_config.config import ModelConfig
 from ..weights.source import Weights, norm_bias, norm_weight
+from .attention import SharedAttention
 from .forward_context import ForwardContext
+from .mlp import SharedMLP
 
 
 class Mixer(Protocol):
@@ -281,3 +284,65 @@ class ParallelNormsBlock(ParallelBlock):
         # `added_TE`.
         self.ops.add_rms_norm(added_TE, residual_TE, self.mlp_norm_E, self.eps)
         return self.mlp(x_TE)
+
+
+class SharedParts(NamedTuple):
+    """Weights of a block that several layers share, and where they are."""
+
+    weights: Weights
+    norm_2E: Tensor
+    attention: SharedAttention
+    mlp_norm_E: Tensor
+    mlp: SharedMLP
+
+    @classmethod
+    def read(cls, config: ModelConfig, weights: Weights, ops: Ops, layer: int) -> "SharedParts":
+        wide = 2 * config.hidden_size
+        return cls(
+            weights,
+            weights.vector("input_layernorm.weight", wide),
+            SharedAttention(config, layer, weights.at("self_attn"), ops, inputs=wide),
+            weights.vector("pre_ff_layernorm.weight", config.hidden_size),
+            SharedMLP(config, weights.at("feed_forward"), ops),
+        )
+
+
+class SharedBlock(DecoderBlock):
+    """Attention and MLP of a shared block, whose result is added to the input of a recurrent layer alone
+    (Zamba2). They read the model's embedding beside the residual.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, ops: Ops, mixer: Mixer, parts: SharedParts, layer: int
+    ) -> None:
+        self.ops, self.rank, self.eps = ops, weights.rank, config.rms_norm_eps
+        self.mixer, self.parts = mixer, parts
+        self.attention = parts.attention.for_use(config, parts.weights.at("self_attn"), layer)
+        self.shared_mlp = parts.mlp.for_use(config, parts.weights.at("feed_forward"), layer)
+        whole = ShardSlice.whole(config.hidden_size)
+        self.linear = weights.linear({"linear": whole}, whole, bias=False)
+        self.norm_E = norm_weight(config, weights, "input_layernorm", config.hidden_size)
+        self.ones_E = torch.ones(config.hidden_size, device=weights.device)
+
+    def first(self, residual_TE: Tensor) -> Tensor:
+        return residual_TE
+
+    def enter(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        # Only the addition is needed: the norm comes with it and reads no more memory.
+        self.rank.add_rms_norm(self.ops, added_TE, residual_TE, self.norm_E, self.eps)
+        return residual_TE
+
+    def resume(self, added_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        self.ops.add_rms_norm(added_TE, residual_TE, self.norm_E, self.eps)
+        return residual_TE
+
+    def __call__(self, x_TE: Tensor, residual_TE: Tensor, forward: ForwardContext) -> Tensor:
+        assert forward.embedding_TE is not None
+        ops, rank, parts = self.ops, self.rank, self.parts
+        assert ops.recurrent is not None
+        both_T2E = ops.concat((x_TE.unsqueeze(1), forward.embedding_TE.unsqueeze(1))).flatten(1)
+        x_TE = self.attention(ops.rms_norm(both_T2E, parts.norm_2E, self.eps), forward)
+        x_TE = ops.rms_norm(rank.finish_all_reduce(ops, x_TE), parts.mlp_norm_E, self.eps)
+        x_TE = ops.linear(self.linear, rank.finish_all_reduce(ops, self.shared_mlp(x_TE)))
+        x_TE = ops.recurrent.mul_add(x_TE, self.ones_E, residual_TE)
+        return self.mixer(ops.rms_norm(x_TE, self.norm_E, self.eps), forward)

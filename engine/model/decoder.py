@@ -273,6 +273,9 @@ class Decoder:
             forward = replace(forward, own_TLP=self._own_embeddings(forward.ids_T, residual_TE))
         if self.altup is not None:
             x_TE = self.altup.expand(residual_TE)
+        if self.config.shared is not None:  # a copy, as the residual grows in place
+            embedding_TE = self.ops.concat((residual_TE.unsqueeze(1),)).flatten(1)
+            forward = replace(forward, embedding_TE=embedding_TE)
         level = self._first_layer
         for layer, after in zip(self.layers, self.layers[1:], strict=False):
             level += 1

@@ -17,8 +17,13 @@ from llmbox.kernels.ops import Ops, PackedLinear
 
 from ..checkpoint.safetensors import ShardSlice
 from ..errors import ModelError
-from ..model_config.architecture import UNUSED_OF_ENCODERS, ClassifierConfig, EncoderActivation, EncoderConfig
 from ..model_config.config import ModelConfig
+from ..model_config.encoders.config import (
+    UNUSED_OF_ENCODERS,
+    ClassifierConfig,
+    EncoderActivation,
+    EncoderConfig,
+)
 from ..weights.source import Weights, WeightSource
 from .attention import Attention
 from .forward_context import ForwardContext, TaskRows

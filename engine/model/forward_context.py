@@ -51,5 +51,7 @@ class ForwardContext:
     """Texts of an encoder that name a task with an adapter."""
     own_TLP: Tensor | None = None
     """Embeddings of each layer, for models that have some."""
+    embedding_TE: Tensor | None = None
+    """Input of the first layer, for models whose later layers read it too."""
     images: ImageRows | None = None
     """For steps with rows of images."""

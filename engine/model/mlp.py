@@ -4,6 +4,7 @@ T rows, E hidden, X experts.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as torch_functional
 
-from llmbox.kernels.activation import UNGATED, XIELU, Activation
+from llmbox.kernels.activation import UNGATED, XIELU, Activation, LimitedSwiGLU
 from llmbox.kernels.op_types import ExpertOwners, ExpertResults, Mixture, Routing
-from llmbox.kernels.ops import Ops
+from llmbox.kernels.ops import Ops, PackedLinear
 
 from ..checkpoint.safetensors import ShardSlice
 from ..model_config.config import ModelConfig
@@ -26,11 +27,13 @@ class GatedMLP:
     down(activation(up(x))).
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, inner: int | None = None) -> None:
-        """Read the MLP of `inner` rows; None: those of the config's MLPs."""
+    def __init__(
+        self, config: ModelConfig, weights: Weights, ops: Ops, inner: int | None = None, limit: float = 0.0
+    ) -> None:
+        """Read the MLP of `inner` rows; None: those of the config's MLPs. `limit`: that of gates, or 0."""
         self.ops = ops
         self.rank = weights.rank
-        self.activation: Activation | XIELU = config.activation
+        self.activation: Activation | LimitedSwiGLU | XIELU = limited(config.activation, limit)
         hidden, ffn = ShardSlice.whole(config.hidden_size), self.rank.part(inner or config.intermediate_size)
         bias = config.mlp_bias
         names = ("up_proj",) if config.activation in UNGATED else ("gate_proj", "up_proj")
@@ -69,6 +72,44 @@ class GatedMLP:
         return self.ops.recurrent.mul_add(x_TN, by_N, None)
 
 
+def limited(activation: Activation, limit: float) -> Activation | LimitedSwiGLU:
+    assert not limit or activation == "silu"
+    return LimitedSwiGLU(limit) if limit else activation
+
+
+class SharedMLP(GatedMLP):
+    """MLP of a block that several layers share, whose gates and ups have adapters of each."""
+
+    narrow: PackedLinear
+    widen: PackedLinear
+    ones_2F: Tensor
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
+        inner = config.intermediate_size
+        weights.split("gate_up_proj", {"gate_proj": inner, "up_proj": inner})
+        super().__init__(config, weights, ops)
+
+    def for_use(self, config: ModelConfig, weights: Weights, layer: int) -> "SharedMLP":
+        """Return the same MLP in another layer, with its adapters."""
+        assert config.shared is not None
+        found, name = copy(self), f"gate_up_proj_adapter_list.{config.shared.layers.index(layer)}"
+        inner, rank = self.rank.part(config.intermediate_size), ShardSlice.whole(config.shared.rank)
+        weights.split(f"{name}.1", {f"{name}.{part}": inner.total for part in ("gate", "up")})
+        found.narrow = weights.linear({f"{name}.0": rank}, ShardSlice.whole(config.hidden_size), bias=False)
+        found.widen = weights.linear({f"{name}.gate": inner, f"{name}.up": inner}, rank, bias=False)
+        found.ones_2F = torch.ones(2 * inner.size, device=weights.device)
+        return found
+
+    def inner(self, x_TE: Tensor) -> Tensor:
+        ops = self.ops
+        assert ops.recurrent is not None
+        adapted_T2F = ops.linear(self.widen, ops.linear(self.narrow, x_TE))
+        # A copy, as the next linear may give its result where this one has.
+        adapted_T2F = ops.recurrent.mul_add(adapted_T2F, self.ones_2F, None)
+        gate_up_T2F = ops.recurrent.mul_add(ops.linear(self.gate_up, x_TE), self.ones_2F, adapted_T2F)
+        return self._gate_mul(gate_up_T2F, self.activation)
+
+
 _XIELU_TENSORS = "alpha_p", "alpha_n", "beta", "eps"
 
 
@@ -92,7 +133,15 @@ class SparseMoE:
     which. Elsewhere results are all-reduced.
     """
 
-    def __init__(self, model: ModelConfig, config: ExpertsConfig, weights: Weights, ops: Ops) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: ExpertsConfig,
+        weights: Weights,
+        ops: Ops,
+        limits: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
+        """`limits`: of the gates of experts, and of the shared one; 0: none."""
         self.ops = ops
         self.rank = weights.rank
         whole, count = ShardSlice.whole(model.hidden_size), ShardSlice.whole(config.count)
@@ -116,14 +165,15 @@ class SparseMoE:
             per_token=config.per_token,
             normalized=config.normalized,
             routing=_routing(config, weights, on_host=ops.host_experts is not None),
-            activation=model.activation,
+            activation=limited(model.activation, limits[0]),
             held=None if len(held) == config.count else held,
             load_X=torch.zeros(config.count, dtype=torch.int64) if on_cpu else None,
             owners=owners,
         )
         self.shared, self.shared_gate = None, None
         if config.shared_inner:
-            self.shared = GatedMLP(model, weights.at(config.shared), ops, config.shared_inner)
+            shared = weights.at(config.shared)
+            self.shared = GatedMLP(model, shared, ops, config.shared_inner, limits[1])
         if config.has_shared_gate:
             self.shared_gate = weights.router(f"{config.shared}_gate", ShardSlice.whole(1), whole)
         routers = [each for each in (self.router, self.shared_gate) if each is not None]
@@ -234,7 +284,7 @@ def _expert_linears(
     if len(held) < config.count:
         weights.skip_experts("experts", held)
     here = [f"experts.{expert}" for expert in held]
-    if config.stacked is not None and not config.stacked.is_interleaved:
+    if config.stacked is not None and not (config.stacked.is_interleaved or config.stacked.gate):
         for name in here:
             weights.split(
                 f"{name}.gate_up_proj", {f"{name}.{gate}": config.inner, f"{name}.{up}": config.inner}
@@ -259,13 +309,12 @@ def _expert_linears(
 
 def _split_tensors(config: ExpertsConfig, weights: Weights) -> None:
     """Split the tensors of all experts of a layer into one for each expert."""
-    assert config.stacked is not None
-    for stored, part in (
-        (config.stacked.gate_up, "gate_up_proj"),
-        (config.stacked.down, config.projections[2]),
-    ):
+    stacked, (gate, up, down) = config.stacked, config.projections
+    assert stacked is not None
+    parts = {stacked.gate: gate, stacked.up: up} if stacked.gate else {stacked.gate_up: "gate_up_proj"}
+    for stored, part in (parts | {stacked.down: down}).items():
         names = [f"experts.{expert}.{part}" for expert in range(config.count)]
-        weights.split_experts(stored, names, transposed=config.stacked.is_transposed)
+        weights.split_experts(stored, names, transposed=stacked.is_transposed)
 
 
 def _apart(experts: int, rows: int) -> tuple[int, ...]:

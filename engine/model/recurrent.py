@@ -42,7 +42,7 @@ class RecurrentLayer:
         stage = self.rank.layout.layers(config.num_layers)
         self.layer = config.layers_with(range(stage.start, layer), state=True)
         """Index in the recurrent state, which holds the layers of this stage."""
-        self.eps = config.rms_norm_eps * config.scales.residual**2
+        self.eps = self.config.norm_eps or config.rms_norm_eps * config.scales.residual**2
         """Epsilon of norms inside the layer, whose rows are not divided by the residual multiplier."""
 
     def __call__(self, x_TE: Tensor, forward: ForwardContext) -> Tensor:
@@ -94,7 +94,6 @@ class GatedDeltaNet(RecurrentLayer):
         keys, values = self.rank.part(recurrent.key_heads), self.rank.part(recurrent.heads)
         sizes = recurrent.key_dim, recurrent.value_dim
         self.shape = ScanShape("delta", values.size, keys.size, *sizes, beta=recurrent.beta)
-        self.eps = self.eps if recurrent.norm_eps is None else recurrent.norm_eps
         key_rows, value_rows = rows_of(keys, recurrent.key_dim), rows_of(values, recurrent.value_dim)
         if recurrent.is_interleaved:
             self.input, self.gates = self._interleaved(weights, keys, hidden)
@@ -154,7 +153,6 @@ class Mamba1(RecurrentLayer):
         groups = self.rank.part(recurrent.heads)
         channels = rows_of(groups, recurrent.value_dim)
         self.shape = ScanShape("s6", groups.size, 1, recurrent.key_dim, recurrent.value_dim)
-        self.eps = self.eps if recurrent.norm_eps is None else recurrent.norm_eps
         weights.split("in_proj", dict.fromkeys(("in_proj_x", "in_proj_z"), recurrent.values))
         self.input = weights.linear({"in_proj_x": channels}, hidden, bias=recurrent.bias)
         self.gate = weights.linear({"in_proj_z": channels}, hidden, bias=recurrent.bias)

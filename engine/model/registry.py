@@ -1,6 +1,6 @@
 """Decoder of a checkpoint: the blocks and norms that its architecture asks for.
 
-An architecture is one entry in `engine/model_config/architectures.py`; this module turns it into layers.
+An architecture is one entry in `engine/model_config/registry.py`; this module turns it into layers.
 """
 
 from functools import partial
@@ -26,6 +26,8 @@ from .blocks import (
     PostNormBlock,
     PreNormBlock,
     SandwichNormBlock,
+    SharedBlock,
+    SharedParts,
     SingleNormBlock,
 )
 from .decoder import Decoder
@@ -79,13 +81,22 @@ def build_model(config: ModelConfig, source: WeightSource, quant: Quant | None =
     adapters = None if ops.lora is None else AdapterLayers(ops)
     if adapters is not None:
         ops = adapters.ops
-    make_layer = partial(build_layer, config, ops=ops)
+    make_layer = partial(build_layer, config, ops=ops, shared={})
     return Decoder(config, source, make_layer, mixed_layers, adapters)
 
 
-def build_layer(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> DecoderBlock:
-    """Build a layer from its weights."""
+def build_layer(
+    config: ModelConfig,
+    number: int,
+    weights: Weights,
+    ops: Ops,
+    shared: dict[int, SharedParts] | None = None,
+) -> DecoderBlock:
+    """Build a layer from its weights. `shared`: blocks of the layers before that others share, by number."""
     _split_stacked_projections(config, weights)
+    if config.shared is not None and number in config.shared.layers:
+        assert shared is not None
+        return _make_shared_block(config, number, weights, ops, shared)
     sizes = config.sizes_of(number)
     mixer = _make_mixer(config, number, weights, ops) if sizes.has_attention else None
     if config.block == "scaled_sandwich":
@@ -96,7 +107,7 @@ def build_layer(config: ModelConfig, number: int, weights: Weights, ops: Ops) ->
         return AltUpBlock(config, number, weights, ops, mixer)
     if not (sizes.has_attention or sizes.has_mlp):
         return EmptyBlock(weights, ops)
-    if config.block == "single" or not (sizes.has_attention and sizes.has_mlp):
+    if config.block in {"single", "shared"} or not (sizes.has_attention and sizes.has_mlp):
         mlp = None if mixer else _make_mlp(config, number, weights, ops)
         norm = "input_layernorm" if sizes.has_attention else "post_attention_layernorm"
         return SingleNormBlock(config, weights, ops, mixer, mlp, norm)
@@ -104,6 +115,19 @@ def build_layer(config: ModelConfig, number: int, weights: Weights, ops: Ops) ->
     is_recurrent = config.recurrent is not None and config.recurrent.layers[number]
     block = BLOCKS[config.recurrent_block if is_recurrent else config.block]
     return block(config, weights, ops, mixer, _make_mlp(config, number, weights, ops))
+
+
+def _make_shared_block(
+    config: ModelConfig, number: int, weights: Weights, ops: Ops, shared: dict[int, SharedParts]
+) -> DecoderBlock:
+    assert config.shared is not None
+    assert config.recurrent is not None
+    block = config.shared.layers.index(number) % config.shared.blocks
+    if block not in shared:
+        shared[block] = SharedParts.read(config, weights.at("shared_transformer"), ops, number)
+    kind, name = RECURRENT[config.recurrent.kind]
+    mamba = kind(config, number, weights.at(name), ops)
+    return SharedBlock(config, weights, ops, mamba, shared[block], number)
 
 
 def _make_mixer(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> Mixer | None:
@@ -136,12 +160,13 @@ def _make_attention(config: ModelConfig, number: int, weights: Weights, ops: Ops
 
 
 def _make_mlp(config: ModelConfig, number: int, weights: Weights, ops: Ops) -> MLP:
-    experts = config.experts
+    experts, sizes = config.experts, config.sizes_of(number)
     if experts is None or not experts.layers[number]:
         if config.norms_experts:
             weights.skip("post_mlp_layernorm.")  # some checkpoints have it, unused
-        return GatedMLP(config, weights.at("mlp"), ops, config.sizes_of(number).inner)
-    moe = SparseMoE(config, experts, weights.at(experts.module) if experts.module else weights, ops)
+        return GatedMLP(config, weights.at("mlp"), ops, sizes.inner, sizes.limit)
+    module = weights.at(experts.module) if experts.module else weights
+    moe = SparseMoE(config, experts, module, ops, (sizes.experts_limit, sizes.limit))
     if not config.norms_experts:
         return moe
     return NormedMoE(

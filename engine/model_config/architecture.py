@@ -1,6 +1,5 @@
 """Description of one architecture: the defaults and rules by which its config.json is read."""
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
@@ -8,25 +7,27 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from llmbox.kernels.activation import Activation
 
-from .attention import LatentRule, LayerSizes, Scales, WindowRule, no_latent, no_scales, no_windows
+from .attention import LatentRule, LayerSizes, Scales, WindowRule, no_windows
+from .encoders.config import EncoderConfig
 from .fields import MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Fields, attends_both_ways
-from .moe import ExpertRule, no_experts
+from .moe import ExpertRule
 from .mtp import MTPStyle
-from .recurrent.config import RecurrentRule, no_recurrence
+from .recurrent.config import RecurrentRule, SharedBlocksConfig
 from .rope import RopeRule, one_rope
 
 if TYPE_CHECKING:
-    from .config import ModelConfig
+    pass
 
 BlockKind = Literal[
     "pre_norm", "post_norm", "sandwich", "parallel", "single", "layer_norm", "parallel_biased",
-    "parallel_norms", "scaled_sandwich", "altup", "parallel_rms",
+    "parallel_norms", "scaled_sandwich", "altup", "parallel_rms", "shared",
 ]  # fmt: skip
 """Position of a layer's norms: before attention and MLP, after them, both, one LayerNorm before attention and
 MLP side by side, one norm before a layer that is attention or MLP, or LayerNorms with biases before both.
 "parallel_biased" is "parallel" with a bias, "parallel_rms" with an RMS norm, and "parallel_norms" has a
 LayerNorm with a bias for each of the two. "scaled_sandwich" and "altup" are those of Gemma 4 and 3n: norms as
-in "sandwich", then the embedding of the layer, and a scalar or streams (`AltUpConfig`)."""
+in "sandwich", then the embedding of the layer, and a scalar or streams (`AltUpConfig`). "shared" is "single"
+where some layers have a block that others have too (`SharedBlocksConfig`)."""
 _PRE = ("input_layernorm", "post_attention_layernorm")
 _POST = ("post_attention_layernorm", "post_feedforward_layernorm")
 _SANDWICH = (*_POST, "input_layernorm", "pre_feedforward_layernorm")
@@ -34,7 +35,9 @@ NORMS: Mapping[BlockKind, tuple[str, ...]] = {
     **dict.fromkeys(("pre_norm", "layer_norm", "parallel_norms"), _PRE),
     "post_norm": _POST,
     **dict.fromkeys(("sandwich", "scaled_sandwich", "altup"), _SANDWICH),
-    **dict.fromkeys(("parallel", "parallel_biased", "parallel_rms", "single"), ("input_layernorm",)),
+    **dict.fromkeys(
+        ("parallel", "parallel_biased", "parallel_rms", "single", "shared"), ("input_layernorm",)
+    ),
 }
 """Names of a layer's norms, around attention and MLP."""
 BIASED_NORMS: frozenset[BlockKind] = frozenset({"layer_norm", "parallel_biased", "parallel_norms"})
@@ -58,10 +61,6 @@ SizesRule = Callable[[Fields, int], tuple[LayerSizes, ...]]
 ModelError."""
 
 
-def equal_layers(_fields: Fields, _layers: int) -> tuple[LayerSizes, ...]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AltUpConfig:
     """Streams of a row (AltUp) and the augmented residual (LAuReL) of Gemma 3n."""
@@ -74,84 +73,19 @@ class AltUpConfig:
     """True if the active stream is scaled before the layer's own embedding is added."""
 
 
-def no_altup(_fields: Fields) -> None:
-    return None
-
-
-EncoderActivation = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassifierConfig:
-    """Head of a reranker or classifier: dense layer, activation, maybe a norm, and a row for each label."""
-
-    labels: int
-    activation: EncoderActivation = "tanh"
-    pooling: Literal["cls", "mean"] = "cls"
-    dense_bias: bool = True
-    has_norm: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderConfig:
-    """Properties of an encoder beside those of `ModelConfig`, whose `rms_norm_eps` is that of LayerNorms."""
-
-    activation: EncoderActivation
-    is_pre_norm: bool = False
-    """True if norms stand before attention and MLP, except before the first attention."""
-    norm_bias: bool = True
-    position_rows: int = 0
-    """Rows of the table of learned positions; 0: none."""
-    position_offset: int = 0
-    """Row of the first token."""
-    type_rows: int = 0
-    """Rows of the table of token types, which tell the two texts of a pair apart."""
-    rotates: bool = False
-    is_gated: bool = False
-    up_bias: bool = True
-    down_bias: bool = True
-    relative_buckets: int = 0
-    """Buckets of distances with a learned bias of attention scores, in all layers the same; 0: none."""
-    has_alibi: bool = False
-    """True if attention scores fall with the distance of two tokens, in each head at a rate of its own."""
-    experts: tuple[int, int] = (0, 0)
-    """Experts of a layer, and those that each token selects; 0: there are none."""
-    experts_every: int = 2
-    """Layers after which experts come again, from the second layer on; others have an MLP."""
-    has_expert_bias: bool = True
-    """True if a bias is added to the sum of experts, and the matrices behind their activation are stored with
-    inputs as rows; False: as a GGUF file has them."""
-    tasks: tuple[tuple[str, str], ...] = ()
-    """Tasks with a LoRA adapter each, which a request may name, and the text that each puts before a text."""
-    task_rank: int = 0
-    task_scale: float = 1.0
-    head: ClassifierConfig | None = None
-    renames: tuple[tuple[str, str], ...] = ()
-    """(pattern, replacement) for names of tensors, applied in order."""
-
-    def has_experts(self, layer: int) -> bool:
-        return self.experts[0] > 0 and layer % self.experts_every == 1
-
-    def task_linears(self, config: "ModelConfig") -> dict[str, tuple[int, int]]:
-        """Return inputs and outputs of a layer's linears that tasks adapt, by name."""
-        hidden, ffn = config.hidden_size, config.intermediate_size
-        found = {"self_attn.qkv_proj": (hidden, 3 * hidden), "self_attn.o_proj": (hidden, hidden)}
-        found |= {"mlp.up_proj": (hidden, ffn), "mlp.down_proj": (ffn, hidden)}
-        return found if self.tasks else {}
-
-    def rename(self, name: str) -> str:
-        for pattern, replacement in self.renames:
-            name = re.sub(pattern, replacement, name)
-        return name
-
-
-UNUSED_OF_ENCODERS = (
-    *("cls.", "lm_head.", "decoder.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
-    *("pooler.", "embeddings.position_ids", "embeddings.token_type_ids", "adapters."),
-)
-"""Tensors of heads that predict words, poolers that no vector passes, buffers, and adapters of tasks."""
-
 EncoderRule = Callable[[Fields], EncoderConfig]
+
+
+RELU2: Mapping[str, Activation] = {"relu2": "relu2"}
+
+
+def spelled(pairs: str) -> Mapping[str, str]:
+    """Return {name: other name} for a text like `hidden_size=n_embd num_attention_heads=n_head`."""
+    return dict(pair.split("=") for pair in pairs.split())
+
+
+def four_times_hidden(fields: Fields) -> int:
+    return 4 * fields.integer("hidden_size")
 
 
 def nothing(_fields: Fields) -> None:
@@ -161,10 +95,6 @@ def nothing(_fields: Fields) -> None:
 def refuse_options(**usual: object) -> Callable[[Fields], None]:
     """Return a rule that refuses other values of these keys."""
     return lambda fields: fields.refuse_others(usual, "of this architecture")
-
-
-def no_extras(_fields: Fields) -> tuple[int, int]:
-    return 0, 0
 
 
 def no_rows(_fields: Fields) -> int:
@@ -191,8 +121,6 @@ class ArchitectureTraits:
     """Properties that all models of an architecture share. `ModelConfig` has them too, as they are."""
 
     model_type: str
-    activation: Activation = "silu"
-    """Activation of the gates of MLPs, or of MLPs without one."""
     norms_add_one: bool = False
     """True if norms multiply by 1 + w."""
     fits_float16: bool = True
@@ -235,11 +163,12 @@ class Architecture(ArchitectureTraits):
     """Properties of one architecture. Rules get the fields of config.json, completed by `defaults`."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of transformers, where they differ from those that most architectures share."""
+    """Defaults of transformers, where they differ from those that most architectures share, or functions
+    that compute them from other fields."""
     head_dim: int | None = None
     """Default head dimension; None: hidden_size / num_attention_heads."""
-    hidden_acts: tuple[str, ...] = ("silu",)
-    """Values that config.json may have for `hidden_act`, the default first."""
+    hidden_acts: Mapping[str, Activation] = field(default_factory=lambda: {"silu": "silu"})
+    """Activations by the values that config.json may have for `hidden_act`, the default first."""
     is_nested: bool = False
     """True if config.json has it in `text_config`, as the language model of a vision-language model."""
     nested: tuple["Architecture", ...] = ()
@@ -267,10 +196,10 @@ class Architecture(ArchitectureTraits):
     (`g_proj`); empty: there are no such gates."""
     windows: WindowRule = no_windows
     ropes: RopeRule = one_rope
-    experts: ExpertRule = no_experts
-    recurrence: RecurrentRule = no_recurrence
-    latent: LatentRule = no_latent
-    scales: Callable[[Fields], Scales] = no_scales
+    experts: ExpertRule = lambda _fields, _layers: None
+    recurrence: RecurrentRule = lambda _fields, _layers: None
+    latent: LatentRule = lambda _fields: None
+    scales: Callable[[Fields], Scales] = lambda _fields: Scales()
     encoder: EncoderRule | None = None
     """Rule for an encoder of the BERT family, which sees a whole text at once and makes no text."""
     may_be_bidirectional: bool = False
@@ -282,10 +211,11 @@ class Architecture(ArchitectureTraits):
     """Keys of config.json that this architecture calls otherwise: {usual key: its key}."""
     sizes: Callable[[Fields], Mapping[str, Any]] = as_it_is
     """Rule that returns the fields which this architecture computes from others."""
-    layer_sizes: SizesRule = equal_layers
-    per_layer: Callable[[Fields], tuple[int, int]] = no_extras
+    layer_sizes: SizesRule = lambda _fields, _layers: ()
+    per_layer: Callable[[Fields], tuple[int, int]] = lambda _fields: (0, 0)
     """Rule that returns the width of the embeddings that each layer has, and the tokens that these know."""
-    altup: Callable[[Fields], AltUpConfig | None] = no_altup
+    altup: Callable[[Fields], AltUpConfig | None] = lambda _fields: None
+    shared: Callable[[Fields], SharedBlocksConfig | None] = lambda _fields: None
     mtp: MTPStyle | None = None
     """Names of the layer for multi-token prediction that its checkpoints may have; None: they have none, or
     another one."""
@@ -310,7 +240,12 @@ class Architecture(ArchitectureTraits):
         raw |= {usual: raw[key] for usual, key in self.aliases.items() if raw.get(key) is not None}
         if fields.raw.get("rope_scaling") is not None and fields.raw.get("rope_parameters") is None:
             raw["rope_parameters"] = None
-        return Fields({**raw, **self.sizes(Fields(raw, fields.where))}, fields.where)
+        called = {usual: key for usual, key in self.aliases.items() if fields.raw.get(key) is not None}
+        found = Fields(raw, fields.where, called)
+        for key, default in self.defaults.items():
+            if callable(default) and (raw[key] is None or raw[key] is default):
+                raw[key] = default(found)
+        return found.replace(**self.sizes(found))
 
     def read_sizes(self, fields: Fields) -> CommonSizes:
         """Return the sizes of completed fields. Raises ModelError for those that fit no model."""
@@ -333,14 +268,16 @@ class Architecture(ArchitectureTraits):
     def has_qk_norm(self, fields: Fields) -> bool:
         return not self.qk_norm_flag or fields.flag(self.qk_norm_flag, default=False)
 
+    def read_activation(self, fields: Fields) -> Activation:
+        acts = self.hidden_acts
+        name = fields.text("hidden_act", next(iter(acts)))
+        if name not in acts:
+            raise fields.error(f"hidden_act {name!r} is not supported, only {' or '.join(map(repr, acts))}")
+        return acts[name]
+
 
 def refuse_unsupported(fields: Fields, kind: Architecture) -> None:
     """Raise ModelError for options that would be computed wrongly."""
-    acts = kind.hidden_acts
-    if fields.text("hidden_act", acts[0]) not in acts:
-        raise fields.error(
-            f"hidden_act {fields.raw['hidden_act']!r} is not supported, only {' or '.join(map(repr, acts))}"
-        )
     both = attends_both_ways(fields) and not kind.may_be_bidirectional
     if both or fields.raw.get("is_causal") is False:
         raise fields.error("attention in both directions is not supported, only to tokens before")
@@ -381,10 +318,8 @@ _OF_FAMILIES = {
     "attention to the tokens that an indexer selects, and embeddings of n-grams": "Qwen4Exp",
     "gated linear recurrences (RG-LRU)": "RecurrentGemma",
     "the time mixing of RWKV": "Rwkv",
-    "limits of gates that differ between layers": "Step3p5 Step3p7",
     "sines and cosines of positions, added to embeddings": "XGLM",
     "attention that several layers share": "Zamba",
-    "attention that several layers share, with adapters of their own": "Zamba2",
     "convolutions of queries and keys, and routers with an MLP": "Zaya",
     "memories in matrices with exponential gates (mLSTM)": "xLSTM",
 }

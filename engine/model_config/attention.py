@@ -153,6 +153,10 @@ class LayerSizes:
     """Query heads; 0: as many as the model has (`ModelConfig.sizes_of` fills them in)."""
     value_dim: int = 0
     """Width of a value before it is widened to `head_dim`; 0: it is as wide (filled in too)."""
+    limit: float = 0.0
+    """Limit of the gates of its MLP, or of its shared expert (`LimitedSwiGLU`); 0: none."""
+    experts_limit: float = 0.0
+    """Limit of the gates of its experts."""
     has_sinks: bool = True
     """False if heads have no sinks, where other layers have some."""
     has_attention: bool = True
@@ -246,16 +250,13 @@ LatentRule = Callable[[Fields], LatentConfig | None]
 """Rule (config.json) -> MLA; None for a model without. Raises ModelError."""
 
 
-def no_latent(_fields: Fields) -> None:
-    return None
-
-
-def no_scales(_fields: Fields) -> Scales:
-    return Scales()
-
-
 def cohere_scales(fields: Fields) -> Scales:
     return Scales(logits=multiplier(fields, "logit_scale"))
+
+
+def root_of_width_if(fields: Fields, key: str, *, default: bool) -> float:
+    """Return the multiplier of embeddings that a flag asks for: the root of the hidden size."""
+    return fields.integer("hidden_size") ** 0.5 if fields.flag(key, default=default) else 1.0
 
 
 def multipliers(fields: Fields, name: str, count: int) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmbox.kernels.activation import UNGATED
+from llmbox.kernels.activation import UNGATED, Activation
 
 from ..checkpoint.files import read_json
 from ..checkpoint.formats.floats import split_experts
@@ -23,13 +23,11 @@ from .architecture import (
     ArchitectureTraits,
     BlockKind,
     CommonSizes,
-    EncoderConfig,
     QKNorm,
     refuse_unsupported,
 )
-from .architectures import architecture_of, named_architecture
 from .attention import IndexConfig, LatentConfig, LayerSizes, Scales, sliding_shape
-from .encoders.pooling import has_head, has_tied_head, read_vectors
+from .encoders.config import EncoderConfig, has_head, has_tied_head, read_vectors
 from .expected_tensors import count_layer_params, count_parameters
 from .fields import (
     MAX_POSITIONS,
@@ -38,12 +36,11 @@ from .fields import (
     attends_both_ways,
     checkpoint_dtype,
     norm_eps,
-    text_fields,
-    with_text_sizes,
 )
 from .moe import ExpertsConfig
 from .mtp import MTPConfig, find_mtp, mtp_shape
-from .recurrent.config import RecurrentConfig
+from .recurrent.config import RecurrentConfig, SharedBlocksConfig
+from .registry import architecture_of, language_model
 from .rope import RopeConfig
 from .shape import ModelShape
 from .vision.config import VisionConfig
@@ -54,6 +51,8 @@ from .vision.families import find_vision, vision_shape, why_no_tower
 class ModelConfig(ArchitectureTraits):
     """Validated configuration of a model."""
 
+    activation: Activation
+    """Activation of the gates of MLPs, or of MLPs without one."""
     dtype: Dtype
     """Dtype of the checkpoint: bfloat16, float16 or float32."""
     vocab_size: int
@@ -116,6 +115,7 @@ class ModelConfig(ArchitectureTraits):
     per_layer_vocab: int = 0
     """Tokens that these embeddings have rows for."""
     altup: AltUpConfig | None = None
+    shared: SharedBlocksConfig | None = None
     vision: VisionConfig | None = None
     """Vision tower, if it is one that is known."""
     image_problem: str = ""
@@ -183,6 +183,8 @@ class ModelConfig(ArchitectureTraits):
     @property
     def mlp_layers(self) -> int:
         """Number of layers with an MLP, and no experts."""
+        if self.shared is not None:
+            return self.shared.blocks
         others = 0 if self.experts is None else self.experts.num_layers
         if self.block == "single" and self.recurrent is not None:
             others += sum(self.recurrent.layers) + sum(self.recurrent.attention)
@@ -245,6 +247,7 @@ class ModelConfig(ArchitectureTraits):
             norms_all_heads=self.qk_norm == "width" or self.has_sub_norms,
             exact_params=self.num_parameters,
             latent=None if self.latent is None else self.latent.shape(self.hidden_size, self.num_heads),
+            shares_blocks=self.shared is not None,
             shares_selection=self.sparse_index is not None and not all(self.sparse_index.layers),
             other_heads=tuple(sorted({each.heads for each in self.layer_sizes} - {0, self.num_heads})),
             fits_float16=self.fits_float16,
@@ -254,7 +257,7 @@ class ModelConfig(ArchitectureTraits):
             wide_params=self.wide_params,
             experts=None if self.experts is None else self.experts.shape(),
             recurrent=recurrent,
-            mlp_layers=self.mlp_layers if self.block == "single" else None,
+            mlp_layers=self.mlp_layers if self.block in {"single", "shared"} else None,
             is_gated=self.activation not in UNGATED,
             sliding=sliding_shape(self.windows, self.layer_sizes, heads, recurrent),
             has_attention=tuple(each.has_attention for each in self.layer_sizes),
@@ -277,19 +280,13 @@ def parse_config(path: Path | str) -> ModelConfig:
 
 def parse_fields(fields: Fields, path: Path) -> ModelConfig:
     """Do as `parse_config` with the content of config.json; `path` has the weights."""
-    kind = architecture_of(fields)
     vision, image_problem = None, why_no_tower(fields)
-    if kind.is_nested:
+    if architecture_of(fields).is_nested:
         vision, image_problem = find_vision(Path(path))
-        fields = text_fields(fields)
-        named = fields.raw.get("model_type")
-        kind = next((inner for inner in kind.nested if inner.model_type == named), kind)
-        if kind.text_type:
-            named = {"model_type": named or kind.text_type, "architectures": None}
-            kind = named_architecture(fields.replace(**named))
-        fields = with_text_sizes(fields, kind.model_type)
+    kind, fields = language_model(fields)
     fields = kind.complete(fields)
     kind = replace(kind, **kind.variant(fields))
+    activation = kind.read_activation(fields)
     refuse_unsupported(fields, kind)
     sizes = kind.read_sizes(fields)
     is_bidirectional = kind.encoder is not None or attends_both_ways(fields)
@@ -308,6 +305,7 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
     per_layer_width, per_layer_vocab = kind.per_layer(fields)
     return ModelConfig(
         **kind.traits(),
+        activation=activation,
         dtype=checkpoint_dtype(fields),
         vocab_size=fields.integer("vocab_size", most=16 * MAX_WIDTH),
         hidden_size=sizes.hidden,
@@ -346,6 +344,7 @@ def parse_fields(fields: Fields, path: Path) -> ModelConfig:
         per_layer_width=per_layer_width,
         per_layer_vocab=per_layer_vocab,
         altup=kind.altup(fields),
+        shared=kind.shared(fields),
         vision=vision,
         image_problem=image_problem,
         position_rows=kind.position_rows(fields),

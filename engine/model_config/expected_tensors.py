@@ -14,10 +14,11 @@ from ..checkpoint.formats.weight_format import GgufFormat
 from ..checkpoint.index import NOT_NEEDED, CountedTensors, ExpectedTensors, refuse_undeclared
 from ..checkpoint.names import renamed
 from ..checkpoint.safetensors import TensorEntry, misplaced_tensor, missing_tensor
-from .architecture import BIASED_NORMS, NORMS, OWN_GATES, UNUSED_OF_ENCODERS, EncoderConfig
+from .architecture import BIASED_NORMS, NORMS, OWN_GATES
 from .attention import LatentConfig
+from .encoders.config import UNUSED_OF_ENCODERS, EncoderConfig
 from .moe import ExpertsConfig, StackedExperts
-from .recurrent.config import take_recurrent
+from .recurrent.config import SharedBlocksConfig, take_recurrent
 
 if TYPE_CHECKING:
     from .config import ModelConfig
@@ -104,7 +105,9 @@ def _take_layer(found: ExpectedTensors, config: "ModelConfig", layer: int) -> No
     has_attention = sizes.has_attention if recurrent is None else recurrent.attention[layer]
     if recurrent is not None and is_recurrent:
         take_recurrent(found, prefix, config.hidden_size, recurrent)
-    if has_attention:
+    if config.shared is not None and layer in config.shared.layers:
+        _take_shared(found, prefix, config, config.shared, layer)
+    elif has_attention:
         module = found.at(prefix, "self_attn.")
         if config.latent is None:
             _take_attention(found, module, config, layer)
@@ -112,8 +115,36 @@ def _take_layer(found: ExpectedTensors, config: "ModelConfig", layer: int) -> No
             _take_latent(found, module, config, config.latent, layer)
     if config.block in {"scaled_sandwich", "altup"}:
         _take_gemma(found, prefix, config)
-    if sizes.has_mlp and (config.block != "single" or not (is_recurrent or has_attention)):
+    is_single = config.block in {"single", "shared"}
+    if sizes.has_mlp and not (is_single and (is_recurrent or has_attention)):
         _take_mlp(found, prefix, config, layer)
+
+
+def _take_shared(
+    found: ExpectedTensors, prefix: str, config: "ModelConfig", shared: SharedBlocksConfig, layer: int
+) -> None:
+    """Take what a layer of Zamba2 has beside Mamba: the linear behind its block, and the block itself, if
+    it is here, with the adapters of all layers that share it.
+    """
+    hidden, inner, rank = config.hidden_size, config.intermediate_size, shared.rank
+    found.linears(prefix, {"linear": hidden}, hidden)
+    if not (uses := shared.uses(layer)):
+        return
+    module = f"{prefix}shared_transformer."
+    found.take(f"{module}input_layernorm.weight", 2 * hidden)
+    found.take(f"{module}pre_ff_layernorm.weight", hidden)
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    found.linears(f"{module}self_attn.", {"q_proj": q, "k_proj": kv, "v_proj": kv}, 2 * hidden)
+    found.linears(f"{module}self_attn.", {"o_proj": hidden}, q)
+    adapted = {"feed_forward.gate_up_proj_adapter_list": (hidden, 2 * inner)}
+    for part in "qkv" if shared.adapts_attention else "":
+        adapted[f"self_attn.linear_{part}_adapter_list"] = (2 * hidden, q)
+    for name, (inputs, outputs) in adapted.items():
+        for use in uses:
+            found.linears(f"{module}{name}.{use}.", {"0": rank}, inputs)
+            found.linears(f"{module}{name}.{use}.", {"1": outputs}, rank)
+    found.linears(f"{module}feed_forward.", {"gate_up_proj": 2 * inner}, hidden, bias=config.mlp_bias)
+    found.linears(f"{module}feed_forward.", {"down_proj": hidden}, inner, bias=config.mlp_bias)
 
 
 def _take_norm(found: ExpectedTensors, prefix: str, name: str, config: "ModelConfig") -> None:
@@ -266,15 +297,14 @@ def _take_stacks(
     found: ExpectedTensors, module: str, experts: ExpertsConfig, stacked: StackedExperts, width: int
 ) -> bool:
     """Take the tensors that hold all experts of a layer, of rows of this width; False if there are none."""
-    gate_up, down = found.at(module, stacked.gate_up), found.at(module, stacked.down)
-    count, rows, inner = experts.count, 2 * experts.inner, experts.inner
-    is_turned, bias = stacked.is_transposed, experts.has_bias
-    shape = (count, width, rows) if is_turned else (count, rows, width)
-    if not found.take_stack(gate_up, shape, rows * bias):
-        return False
-    shape = (count, inner, width) if is_turned else (count, width, inner)
-    if not found.take_stack(down, shape, width * bias):
-        raise missing_tensor(found.where, down)
+    count, inner, bias = experts.count, experts.inner, experts.has_bias
+    ups = [(stacked.gate, inner), (stacked.up, inner)] if stacked.gate else [(stacked.gate_up, 2 * inner)]
+    for name, outputs, inputs in (*((name, rows, width) for name, rows in ups), (stacked.down, width, inner)):
+        shape = (count, inputs, outputs) if stacked.is_transposed else (count, outputs, inputs)
+        if not found.take_stack(found.at(module, name), shape, outputs * bias):
+            if name == ups[0][0]:
+                return False
+            raise missing_tensor(found.where, found.at(module, name))
     return True
 
 

@@ -46,6 +46,7 @@ _TEXT_SIZES: Final[dict[str, tuple[int, ...]]] = {
     "qwen3_5_text": (248320, 4096, 12288, 32, 16, 4, 32768),
     "qwen3_vl_moe_text": (151936, 2048, 5632, 24, 16, 16, 128000),
     "qwen3_vl_text": (151936, 4096, 22016, 32, 32, 32, 128000),
+    "step3p5": (128815, 4096, 11264, 45, 64, 8, 128000),
 }
 """Sizes of language models of vision-language models by `model_type`, in the order of `_SIZES`: transformers
 before 5 wrote a `text_config` without what its class has as a default."""
@@ -53,15 +54,18 @@ DTYPES: dict[str, Dtype] = {"bfloat16": "bfloat16", "float16": "float16", "float
 
 
 class Fields:
-    """Typed reader of one JSON object. `where` names it in errors. A key with null counts as absent."""
+    """Typed reader of one JSON object. `where` names it in errors, which call a key as `aliases` does. A key
+    with null counts as absent.
+    """
 
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+    def __init__(self, raw: Mapping[str, Any], where: str, aliases: Mapping[str, str] | None = None) -> None:
         self.raw = raw
         self.where = where
+        self.aliases = aliases or {}
 
     def replace(self, **changes: Any) -> Self:
         """Return these fields with other values of some keys."""
-        return type(self)({**self.raw, **changes}, self.where)
+        return type(self)({**self.raw, **changes}, self.where, self.aliases)
 
     def error(self, problem: str) -> ModelError:
         return ModelError(f"{self.where}: {problem}")
@@ -72,15 +76,15 @@ class Fields:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != default):
-            raise self.error(f"{key} must be a positive whole number, not {show(value)}")
+            raise self.error(f"{self._named(key)} must be a positive whole number, not {show(value)}")
         if value > most:
-            raise self.error(f"{key} {show(value)} is beyond anything known ({most})")
+            raise self.error(f"{self._named(key)} {show(value)} is beyond anything known ({most})")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._value(key, default)
         if not is_number(value):
-            raise self.error(f"{key} must be a number, not {show(value)}")
+            raise self.error(f"{self._named(key)} must be a number, not {show(value)}")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
@@ -89,25 +93,25 @@ class Fields:
     def numbers(self, key: str) -> tuple[float, ...]:
         value = self._value(key, ())
         if not isinstance(value, (list, tuple)) or not all(is_number(x) for x in value):
-            raise self.error(f"{key} must be a list of numbers")
+            raise self.error(f"{self._named(key)} must be a list of numbers")
         return tuple(float(x) for x in value)
 
     def flag(self, key: str, *, default: bool) -> bool:
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise self.error(f"{key} must be true or false, not {show(value)}")
+            raise self.error(f"{self._named(key)} must be true or false, not {show(value)}")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self._value(key, default)
         if not isinstance(value, str):
-            raise self.error(f"{key} must be a string, not {show(value)}")
+            raise self.error(f"{self._named(key)} must be a string, not {show(value)}")
         return value
 
     def mapping(self, key: str) -> dict[str, Any] | None:
         value = self.raw.get(key)
         if value is not None and not isinstance(value, dict):
-            raise self.error(f"{key} must be an object, not {show(value)}")
+            raise self.error(f"{self._named(key)} must be an object, not {show(value)}")
         return value
 
     def layer_numbers(self, key: str, value: Any, layers: int) -> list[int]:
@@ -133,8 +137,11 @@ class Fields:
         value = self.raw.get(key)
         value = default if value is None else value
         if value is None:
-            raise self.error(f"{key} is missing")
+            raise self.error(f"{self._named(key)} is missing")
         return value
+
+    def _named(self, key: str) -> str:
+        return self.aliases.get(key, key)
 
 
 def is_number(value: Any) -> bool:

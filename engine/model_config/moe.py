@@ -1,10 +1,8 @@
 """Mixture-of-experts part of config.json."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
-
-from llmbox.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 from .fields import Fields
 from .shape import ExpertShape
@@ -32,6 +30,9 @@ class StackedExperts:
 
     gate_up: str = "experts.gate_up_proj"
     down: str = "experts.down_proj"
+    gate: str = ""
+    up: str = ""
+    """Tensors of gates and of ups, in place of `gate_up`; empty: there are none."""
     is_transposed: bool = False
     """True if tensors are [experts, inputs, outputs]."""
     is_interleaved: bool = False
@@ -108,6 +109,40 @@ class ExpertsConfig:
 
 ExpertRule = Callable[[Fields, int], ExpertsConfig | None]
 """Rule (config.json, number of layers) -> experts; None for a model without. Raises ModelError."""
+LayersRule = Callable[[Fields, int], tuple[bool, ...]]
+"""Rule (config.json, number of layers) -> True for each layer with experts."""
+
+
+def read_experts(
+    selected: Callable[[Fields], tuple[int, int]],
+    layers: LayersRule | None = None,
+    inner: str = "moe_intermediate_size",
+    without: Mapping[str, object] | None = None,
+    **values: Any,
+) -> ExpertRule:
+    """Return a rule that reads experts, or None if no layer has some.
+
+    `selected`: reads the experts of a layer, and those of a token. `layers`: None for all. `inner`: key of an
+    expert's intermediate size. `without`: values of config.json of a model without experts. `values`: other
+    fields of `ExpertsConfig`, or functions that read them.
+    """
+
+    def read(fields: Fields, count: int) -> ExpertsConfig | None:
+        if any(fields.raw.get(key) == value for key, value in (without or {}).items()):
+            return None
+        sparse = (True,) * count if layers is None else layers(fields, count)
+        total, per_token = selected(fields)
+        more = {name: value(fields) if callable(value) else value for name, value in values.items()}
+        found = ExpertsConfig(
+            count=total,
+            per_token=per_token,
+            inner=fields.integer(inner),
+            layers=sparse,
+            **more,
+        )
+        return found if any(sparse) else None
+
+    return read
 
 
 def experts_with(rule: ExpertRule, **changes: Any) -> ExpertRule:
@@ -120,179 +155,184 @@ def experts_with(rule: ExpertRule, **changes: Any) -> ExpertRule:
     return read
 
 
-def no_experts(_fields: Fields, _layers: int) -> None:
-    return None
-
-
-def in_all_layers(fields: Fields, layers: int, selected: tuple[int, int], **more: Any) -> ExpertsConfig:
-    """Read experts in place of all MLPs, with weights that add up to one. `selected`: experts, and those of a
-    token.
+def selected_by(*keys: str, top_k: str = "num_experts_per_tok") -> Callable[[Fields], tuple[int, int]]:
+    """Return a function that reads the number of experts, under the first of these keys that is there, and
+    of those per token. It raises ModelError.
     """
-    count, per_token = selected
-    inner = fields.integer("intermediate_size")
-    return ExpertsConfig(
-        count=count, per_token=per_token, inner=inner, normalized=True, layers=(True,) * layers, **more
-    )
+
+    def read(fields: Fields) -> tuple[int, int]:
+        key = next((key for key in keys if fields.raw.get(key) is not None), keys[-1])
+        count, selected = fields.integer(key, most=MAX_EXPERTS), fields.integer(top_k)
+        if selected > count:
+            raise fields.error(f"{top_k} {selected} is more than {key} {count}")
+        return count, selected
+
+    return read
 
 
-def in_sparse_layers(
-    fields: Fields, layers: int, selected: tuple[int, int], **more: Any
-) -> ExpertsConfig | None:
-    """Read experts of Qwen's kind, in the layers of `sparse_layers`; None if that is no layer."""
-    count, per_token = selected
-    found = ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("moe_intermediate_size"),
-        normalized=fields.flag("norm_topk_prob", default=False),
-        layers=sparse_layers(fields, layers),
-        **more,
-    )
-    return found if any(found.layers) else None
+def softmax_over_all(fields: Fields) -> tuple[int, int]:
+    """Read the numbers of experts. Raises ModelError for keys that ask for another router."""
+    for key in OTHER_ROUTERS:
+        if fields.raw.get(key) not in (None, 0, False):
+            raise fields.error(
+                f"{key} {fields.raw[key]!r} asks for another router than a softmax over all experts, which "
+                "is the only one of this architecture"
+            )
+    # Transformers 5 uses the name num_local_experts in its own code, and may write it.
+    return selected_by("num_experts", "num_local_experts")(fields)
 
 
-def mixtral_experts(fields: Fields, layers: int) -> ExpertsConfig:
-    w123 = ("w1", "w3", "w2")
-    return in_all_layers(fields, layers, count_experts(fields), module="block_sparse_moe", projections=w123)
+def integer(key: str) -> Callable[[Fields], int]:
+    return lambda fields: fields.integer(key)
 
 
-def qwen3_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    return in_sparse_layers(fields, layers, count_experts(fields))
+def normalized_if(default: bool) -> Callable[[Fields], bool]:
+    """Return a function that reads `norm_topk_prob`."""
+    return lambda fields: fields.flag("norm_topk_prob", default=default)
 
 
-def qwen2_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    selected = selected_of(fields, "num_experts")
-    inner = fields.integer("shared_expert_intermediate_size")
-    shared: dict[str, Any] = {"shared_inner": inner, "has_shared_gate": True, "shared": "shared_expert"}
-    return in_sparse_layers(fields, layers, selected, **shared)
+def scaling_factor(fields: Fields) -> float:
+    return fields.number("routed_scaling_factor", 1.0)
 
 
-def lfm2_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    count, per_token = selected_of(fields, "num_experts")
-    dense = fields.number("num_dense_layers", 2)
-    found = ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("moe_intermediate_size"),
-        normalized=fields.flag("norm_topk_prob", default=True),
-        layers=tuple(layer >= dense for layer in range(layers)),
-        scoring="sigmoid",
-        scale=fields.number("routed_scaling_factor", 1.0),
-        correction="expert_bias" if fields.flag("use_expert_bias", default=True) else "",
-    )
-    return found if any(found.layers) else None
+def shared_of(key: str) -> Callable[[Fields], int]:
+    """Return a function that reads the intermediate size of as many shared experts as `key` says."""
+    return lambda fields: fields.integer("moe_intermediate_size") * fields.integer(key, 0)
 
 
-def olmoe_experts(fields: Fields, layers: int) -> ExpertsConfig:
-    count, per_token = count_experts(fields)
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("intermediate_size"),
-        normalized=fields.flag("norm_topk_prob", default=False),
-        layers=(True,) * layers,
-    )
+# ---------------------------------------------------------------------- layers with experts
 
 
-def gpt_oss_experts(fields: Fields, layers: int) -> ExpertsConfig:
-    for key, known in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
-        if fields.number(key, known) != known:
-            raise fields.error(f"{key} {fields.raw[key]} is not supported, only {known}")
-    return in_all_layers(
-        fields,
-        layers,
-        count_experts(fields),
-        has_bias=True,
-        router="router",
-        stacked=StackedExperts(is_transposed=True, is_interleaved=True),
-    )
+def layers_from(first: float, layers: int) -> tuple[bool, ...]:
+    return tuple(layer >= first for layer in range(layers))
 
 
-def granite_moe_experts(fields: Fields, layers: int) -> ExpertsConfig:
-    return in_all_layers(
-        fields,
-        layers,
-        selected_of(fields, "num_local_experts"),
-        module="block_sparse_moe",
-        router="router.layer",
-        stacked=StackedExperts(gate_up="input_linear", down="output_linear"),
-    )
+def layers_after_dense(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return True for each layer with experts, by `mlp_layer_types` or after `first_k_dense_replace` ones."""
+    types = fields.raw.get("mlp_layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers or not set(types) <= {"dense", "sparse"}:
+            raise fields.error(f"mlp_layer_types must name dense or sparse for each of {layers} layers")
+        return tuple(name == "sparse" for name in types)
+    if fields.integer("moe_layer_freq", 1) != 1:
+        raise fields.error(f"moe_layer_freq {fields.raw['moe_layer_freq']} is not supported, only 1")
+    return layers_from(fields.number("first_k_dense_replace", 1), layers)
 
 
-def granite_hybrid_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read experts beside an MLP of each layer, if there are any (`recurrent/families.py::granite_sizes`)."""
-    if fields.raw.get("num_local_experts") == 0:
-        return None
-    count, per_token = selected_of(fields, "num_local_experts")
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("expert_intermediate_size"),
-        normalized=True,
-        layers=(True,) * layers,
-        shared_inner=fields.integer("intermediate_size"),
-        module="",
-        router="block_sparse_moe.router.layer",
-        shared="mlp",
-        stacked=StackedExperts(
-            gate_up="block_sparse_moe.input_linear", down="block_sparse_moe.output_linear"
-        ),
-    )
+def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return True for each layer with experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = fields.layer_numbers("mlp_only_layers", fields.raw.get("mlp_only_layers") or [], layers)
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
 
 
-def minimax_m2_experts(fields: Fields, layers: int) -> ExpertsConfig:
-    is_corrected = fields.flag("use_routing_bias", default=True)
-    if not is_corrected or fields.text("scoring_func", "sigmoid") != "sigmoid":
-        raise fields.error("only a scoring_func of 'sigmoid' with use_routing_bias is supported")
-    return in_all_layers(
-        fields,
-        layers,
-        selected_of(fields, "num_local_experts"),
-        scoring="sigmoid",
-        module="block_sparse_moe",
-        correction="e_score_correction_bias",
-        projections=("w1", "w3", "w2"),
-    )
-
-
-def ernie_experts(fields: Fields, layers: int) -> ExpertsConfig:
-    count, per_token = selected_of(fields, "moe_num_experts", "moe_k")
+def ernie_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     first, end = fields.number("moe_layer_start_index", 1), fields.number("moe_layer_end_index", -1)
     last, interval = layers - 1 if end == -1 else end, fields.integer("moe_layer_interval", 1)
-    inner = fields.integer("moe_intermediate_size")
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=inner,
-        normalized=True,
-        layers=tuple(first <= layer <= last and (layer + 1) % interval == 0 for layer in range(layers)),
-        shared_inner=inner * fields.integer("moe_num_shared_experts", 0),
-        correction="moe_statics.e_score_correction_bias",
-    )
+    return tuple(first <= layer <= last and (layer + 1) % interval == 0 for layer in range(layers))
 
 
-def deepseek_v3_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+# ---------------------------------------------------------------------- rules
+
+W123 = ("w1", "w3", "w2")
+"""Names of the projections of Mixtral's experts."""
+mixtral_experts = read_experts(
+    softmax_over_all, inner="intermediate_size", normalized=True, module="block_sparse_moe", projections=W123
+)
+qwen3_moe_experts = read_experts(softmax_over_all, sparse_layers, normalized=normalized_if(False))
+qwen2_moe_experts = read_experts(
+    selected_by("num_experts"),
+    sparse_layers,
+    normalized=normalized_if(False),
+    shared_inner=integer("shared_expert_intermediate_size"),
+    has_shared_gate=True,
+    shared="shared_expert",
+)
+lfm2_moe_experts = read_experts(
+    selected_by("num_experts"),
+    lambda fields, layers: layers_from(fields.number("num_dense_layers", 2), layers),
+    normalized=normalized_if(True),
+    scoring="sigmoid",
+    scale=scaling_factor,
+    correction=lambda fields: "expert_bias" if fields.flag("use_expert_bias", default=True) else "",
+)
+olmoe_experts = read_experts(softmax_over_all, inner="intermediate_size", normalized=normalized_if(False))
+gpt_oss_experts = read_experts(
+    softmax_over_all,
+    inner="intermediate_size",
+    normalized=True,
+    has_bias=True,
+    router="router",
+    stacked=StackedExperts(is_transposed=True, is_interleaved=True),
+)
+granite_moe_experts = read_experts(
+    selected_by("num_local_experts"),
+    inner="intermediate_size",
+    normalized=True,
+    module="block_sparse_moe",
+    router="router.layer",
+    stacked=StackedExperts(gate_up="input_linear", down="output_linear"),
+)
+granite_hybrid_experts = read_experts(
+    selected_by("num_local_experts"),
+    inner="expert_intermediate_size",
+    without={"num_local_experts": 0},
+    normalized=True,
+    shared_inner=integer("intermediate_size"),
+    module="",
+    router="block_sparse_moe.router.layer",
+    shared="mlp",
+    stacked=StackedExperts(gate_up="block_sparse_moe.input_linear", down="block_sparse_moe.output_linear"),
+)
+"""Experts beside an MLP of each layer, if there are any (`recurrent/families.py::granite_sizes`)."""
+minimax_m2_experts = read_experts(
+    selected_by("num_local_experts"),
+    inner="intermediate_size",
+    normalized=True,
+    scoring="sigmoid",
+    module="block_sparse_moe",
+    correction="e_score_correction_bias",
+    projections=W123,
+)
+ernie_experts = read_experts(
+    selected_by("moe_num_experts", top_k="moe_k"),
+    ernie_layers,
+    normalized=True,
+    shared_inner=shared_of("moe_num_shared_experts"),
+    correction="moe_statics.e_score_correction_bias",
+)
+
+
+def deepseek_experts(
+    fields: Fields, layers: int, rule: LayersRule = layers_after_dense, **router: Any
+) -> ExpertsConfig | None:
+    """Read experts in groups. Raises ModelError for groups that do not hold what they should."""
+    selected = selected_by("n_routed_experts")
+    groups, top_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    count, per_token = selected(fields)
+    if count % groups or top_groups > groups or per_token > count // groups * top_groups:
+        raise fields.error(
+            f"{top_groups} of {groups} groups (topk_group, n_group) do not hold {per_token} of {count} "
+            "experts"
+        )
+    if groups > 1 and count // groups < router.get("group_best", 1):
+        raise fields.error(f"n_group {groups} leaves groups of one expert, which is not supported")
+    usual: dict[str, Any] = {"normalized": normalized_if(True), "shared_inner": shared_of("n_shared_experts")}
+    usual |= {"scale": scaling_factor, "groups": groups, "top_groups": top_groups}
+    return read_experts(selected, rule, **{**usual, **router})(fields, layers)
+
+
+def deepseek_v3_experts(fields: Fields, layers: int, **more: Any) -> ExpertsConfig | None:
     """Read a router of sigmoids with a correction and groups: DeepSeek V3, GLM-4-MoE."""
-    if fields.text("scoring_func", "sigmoid") != "sigmoid":
-        raise fields.error(f"scoring_func {fields.raw['scoring_func']!r} is not supported, only 'sigmoid'")
-    found = deepseek_experts(
-        fields, layers, scoring="sigmoid", group_best=2, correction="gate.e_score_correction_bias"
-    )
-    return refuse_small_groups(fields, found) if any(found.layers) else None
-
-
-def refuse_small_groups(fields: Fields, found: ExpertsConfig) -> ExpertsConfig:
-    if found.groups > 1 and found.count // found.groups < found.group_best:
-        raise fields.error(f"n_group {found.groups} leaves groups of one expert, which is not supported")
-    return found
+    _check_scoring(fields, "sigmoid")
+    router = {"scoring": "sigmoid", "group_best": 2, "correction": "gate.e_score_correction_bias"}
+    return deepseek_experts(fields, layers, **{**router, **more})
 
 
 def deepseek_v1_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     """Read a softmax router."""
-    if fields.text("scoring_func", "softmax") != "softmax":
-        raise fields.error(f"scoring_func {fields.raw['scoring_func']!r} is not supported, only 'softmax'")
-    found = deepseek_experts(fields, layers)
-    return found if any(found.layers) else None
+    _check_scoring(fields, "softmax")
+    return deepseek_experts(fields, layers)
 
 
 def deepseek_v2_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
@@ -306,75 +346,14 @@ def deepseek_v2_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     return deepseek_v1_experts(fields.replace(norm_topk_prob=False), layers)
 
 
-def deepseek_experts(fields: Fields, layers: int, **router: Any) -> ExpertsConfig:
-    count, per_token = selected_of(fields, "n_routed_experts")
-    groups, top_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
-    if count % groups or top_groups > groups or per_token > count // groups * top_groups:
-        raise fields.error(
-            f"{top_groups} of {groups} groups (topk_group, n_group) do not hold {per_token} of {count} "
-            "experts"
-        )
-    inner = fields.integer("moe_intermediate_size")
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=inner,
-        normalized=fields.flag("norm_topk_prob", default=True),
-        layers=layers_after_dense(fields, layers),
-        scale=fields.number("routed_scaling_factor", 1.0),
-        groups=groups,
-        top_groups=top_groups,
-        shared_inner=inner * fields.integer("n_shared_experts", 0),
-        **router,
+def _check_scoring(fields: Fields, only: str) -> None:
+    if fields.text("scoring_func", only) != only:
+        raise fields.error(f"scoring_func {fields.raw['scoring_func']!r} is not supported, only {only!r}")
+
+
+def experts_beside_shared(layers: LayersRule | None = None, **router: Any) -> ExpertRule:
+    """Return a rule that reads experts beside a shared one of a size of its own."""
+    shared = integer("shared_expert_intermediate_size")
+    return read_experts(
+        selected_by("num_local_experts", "num_experts"), layers, shared_inner=shared, **router
     )
-
-
-def layers_after_dense(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return True for each layer with experts, by `mlp_layer_types` or after `first_k_dense_replace` ones."""
-    types = fields.raw.get("mlp_layer_types")
-    if types is not None:
-        if not isinstance(types, list) or len(types) != layers or not set(types) <= {"dense", "sparse"}:
-            raise fields.error(f"mlp_layer_types must name dense or sparse for each of {layers} layers")
-        return tuple(name == "sparse" for name in types)
-    if fields.integer("moe_layer_freq", 1) != 1:
-        raise fields.error(f"moe_layer_freq {fields.raw['moe_layer_freq']} is not supported, only 1")
-    dense = fields.number("first_k_dense_replace", 1)
-    return tuple(layer >= dense for layer in range(layers))
-
-
-def count_experts(fields: Fields) -> tuple[int, int]:
-    """Return the number of experts, and of those per token. Raises ModelError for unsupported routers."""
-    for key in OTHER_ROUTERS:
-        if fields.raw.get(key) not in (None, 0, False):
-            raise fields.error(
-                f"{key} {fields.raw[key]!r} asks for another router than a softmax over all experts, which "
-                "is the only one of this architecture"
-            )
-    # Transformers 5 uses the name num_local_experts in its own code, and may write it.
-    key = "num_local_experts" if fields.raw.get("num_experts") is None else "num_experts"
-    return selected_of(fields, key)
-
-
-def selected_of(fields: Fields, key: str, selected: str = "num_experts_per_tok") -> tuple[int, int]:
-    """Return the number of experts under these keys, and of those per token. Raises ModelError."""
-    count, per_token = fields.integer(key, most=MAX_EXPERTS), fields.integer(selected)
-    if per_token > count:
-        raise fields.error(f"{selected} {per_token} is more than {key} {count}")
-    return count, per_token
-
-
-def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return True for each layer with experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
-    step = fields.integer("decoder_sparse_step", 1)
-    dense = fields.layer_numbers("mlp_only_layers", fields.raw.get("mlp_only_layers") or [], layers)
-    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
-
-
-def refuse_other_minimax(fields: Fields) -> None:
-    has_norms = fields.flag("use_qk_norm", default=True)
-    if not has_norms or fields.text("qk_norm_type", "per_layer") != "per_layer":
-        raise fields.error("only a qk_norm_type of 'per_layer' is supported")
-    if set(fields.raw.get("attn_type_list") or [1]) != {1}:
-        raise fields.error("attn_type_list names layers of linear attention, which are not supported")
-    if fields.raw.get("shared_intermediate_size"):
-        raise fields.error("shared_intermediate_size is not supported")

@@ -153,8 +153,8 @@ def check_layout(
         )
     if pp > 1 and shape.has_layer_ties:
         raise ParallelError(
-            f"--pp {pp}: layers of this model read keys and values of others, keys that others selected, or "
-            "embeddings of the first stage: use --tp"
+            f"--pp {pp}: layers of this model read keys and values of others, keys that others selected, "
+            "weights that they share, or embeddings of the first stage: use --tp"
         )
     if reason := _indivisible(shape, tp, quant, expert_parallel):
         fitting = [n for n in range(1, MAX_RANKS + 1) if not _indivisible(shape, n, quant, expert_parallel)]

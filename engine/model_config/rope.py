@@ -1,6 +1,6 @@
 """RoPE part of config.json."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,8 +94,95 @@ RopeRule = Callable[[Fields, int, int, int], LayerRopes]
 """Rule (fields, head_dim, max_position_embeddings, layers) -> the RoPE of layers."""
 
 
-def one_rope(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    return (parse_rope(fields, head_dim, positions),), (0,) * layers
+def everywhere(read: Callable[[Fields, int, int], RopeConfig]) -> RopeRule:
+    """Return the rule by which all layers have the RoPE that `read` returns."""
+    return lambda fields, head_dim, positions, layers: ((read(fields, head_dim, positions),), (0,) * layers)
+
+
+def except_in(rule: RopeRule, still: Callable[[Fields, int], Iterable[bool]]) -> RopeRule:
+    """Return a rule by which some layers do not use the one RoPE of `rule` (NoPE): those for which `still`
+    (fields, layers) returns True.
+    """
+
+    def read(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
+        ropes, _ = rule(fields, head_dim, positions, layers)
+        unused = tuple(map(int, still(fields, layers)))
+        return (*ropes, RopeConfig(rotary_dim=0)) if any(unused) else ropes, unused
+
+    return read
+
+
+def parse_rope(fields: Fields, head_dim: int, positions: int) -> RopeConfig:
+    return whole_heads(raw_rope(fields), fields, head_dim, positions)
+
+
+def parse_partial_rope(fields: Fields, head_dim: int, positions: int) -> RopeConfig:
+    """Read a RoPE over the first dimensions of a head."""
+    raw = raw_rope(fields)
+    return read_rope(raw, fields, part_of_head(raw, fields, head_dim), positions)
+
+
+def parse_rope_of_rotary_dim(fields: Fields, head_dim: int, positions: int) -> RopeConfig:
+    """Read a RoPE over the first `rotary_dim` dimensions of a head."""
+    if fields.raw.get("rotary_dim") is not None and "partial_rotary_factor" not in raw_rope(fields):
+        part = fields.integer("rotary_dim") / head_dim
+        fields = Fields({"partial_rotary_factor": part, **fields.raw}, fields.where)
+    return parse_partial_rope(fields, head_dim, positions)
+
+
+def parse_rope_of_alpha(fields: Fields, head_dim: int, positions: int) -> RopeConfig:
+    """Read a RoPE whose theta grows by `alpha`. Its files call that `dynamic`, but it is the same for all
+    lengths.
+    """
+    raw = raw_rope(fields)
+    alpha = Fields(raw, f"{fields.where}: rope parameters").number("alpha", 0.0)
+    if not 0.0 <= alpha <= MAX_FACTOR:
+        raise fields.error(f"alpha {alpha} must be from 0 to {MAX_FACTOR:.0f}")
+    if raw.get("rope_type", raw.get("type")) != "dynamic" or not alpha:
+        return parse_rope(fields, head_dim, positions)
+    rope = whole_heads({**raw, "rope_type": "default"}, fields, head_dim, positions)
+    rope = replace(rope, theta=rope.theta * alpha ** (head_dim / (head_dim - 2)))
+    if rope.theta > MAX_THETA:
+        raise fields.error(f"rope_theta, grown by alpha {alpha}, is larger than {MAX_THETA:g}")
+    return rope
+
+
+def parse_phi3_rope(fields: Fields, head_dim: int, positions: int) -> RopeConfig:
+    """Read a LongRoPE, under any of the names that it had, or a default RoPE."""
+    raw = raw_rope(fields)
+    rope_type = raw.get("rope_type", raw.get("type", "default"))
+    if rope_type in ("su", "yarn"):
+        raw = {**raw, "rope_type": "longrope"}
+    elif rope_type not in ("default", "longrope"):
+        named = show(rope_type)
+        raise fields.error(f"RoPE type {named} is not supported of this architecture, only longrope")
+    return read_rope(raw, fields, part_of_head(raw, fields, head_dim), positions)
+
+
+def full_layers(fields: Fields, layers: int) -> list[bool]:
+    return [window is None for window in windows_by_type(fields, layers)]
+
+
+def full_layers_beside_others(fields: Fields, layers: int) -> list[bool]:
+    is_windowed = fields.raw.get("sliding_window") is not None
+    return [is_full and is_windowed for is_full in full_layers(fields, layers)]
+
+
+one_rope = everywhere(parse_rope)
+no_rope = everywhere(lambda *_: RopeConfig(rotary_dim=0))
+partial_rope = everywhere(parse_partial_rope)
+interleaved_rope = everywhere(lambda *args: replace(parse_partial_rope(*args), interleaved=True))
+"""Neighboring pairs, over all dimensions of a head or over the first ones."""
+reversed_rope = everywhere(lambda *args: replace(parse_rope(*args), is_reversed=True))
+rope_of_rotary_dim = everywhere(parse_rope_of_rotary_dim)
+rope_of_alpha = everywhere(parse_rope_of_alpha)
+phi3_rope = everywhere(parse_phi3_rope)
+rope_of_sliding_layers = except_in(one_rope, full_layers_beside_others)
+"""RoPE that layers of full attention do not use, if there are others."""
+interleaved_rope_of_sliding_layers = except_in(interleaved_rope, full_layers)
+rope_of_some_layers = except_in(
+    one_rope, lambda fields, layers: [not turns for turns in rotating_layers(fields, layers)]
+)
 
 
 def rope_if_named(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
@@ -109,29 +196,6 @@ def rope_if_theta(fields: Fields, head_dim: int, positions: int, layers: int) ->
     raw = raw_rope(fields)
     is_null = (raw if "rope_theta" in raw else fields.raw).get("rope_theta", 0) is None
     return (no_rope if is_null else one_rope)(fields, head_dim, positions, layers)
-
-
-def no_rope(_fields: Fields, _head_dim: int, _positions: int, layers: int) -> LayerRopes:
-    """Return one RoPE that rotates nothing (NoPE)."""
-    return (RopeConfig(rotary_dim=0),), (0,) * layers
-
-
-def partial_rope(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return one RoPE over the first dimensions of a head."""
-    raw = raw_rope(fields)
-    rope = read_rope(raw, fields, part_of_head(raw, fields, head_dim), positions)
-    return (rope,), (0,) * layers
-
-
-def interleaved_rope(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return one RoPE of neighboring pairs, over all dimensions of a head or over the first ones."""
-    (rope,), layer_ropes = partial_rope(fields, head_dim, positions, layers)
-    return (replace(rope, interleaved=True),), layer_ropes
-
-
-def reversed_rope(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    (rope,), layer_ropes = one_rope(fields, head_dim, positions, layers)
-    return (replace(rope, is_reversed=True),), layer_ropes
 
 
 def ropes_by_type(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
@@ -177,56 +241,6 @@ def rope_of_texts(rule: RopeRule) -> RopeRule:
     return read
 
 
-def rope_of_rotary_dim(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return one RoPE over the first `rotary_dim` dimensions of a head."""
-    rotary_dim = fields.raw.get("rotary_dim")
-    if rotary_dim is not None and "partial_rotary_factor" not in raw_rope(fields):
-        part = fields.integer("rotary_dim") / head_dim
-        fields = Fields({"partial_rotary_factor": part, **fields.raw}, fields.where)
-    return partial_rope(fields, head_dim, positions, layers)
-
-
-def rope_of_alpha(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return one RoPE whose theta grows by `alpha`. Its files call that `dynamic`, but it is the same for all
-    lengths.
-    """
-    raw = raw_rope(fields)
-    alpha = Fields(raw, f"{fields.where}: rope parameters").number("alpha", 0.0)
-    if not 0.0 <= alpha <= MAX_FACTOR:
-        raise fields.error(f"alpha {alpha} must be from 0 to {MAX_FACTOR:.0f}")
-    if raw.get("rope_type", raw.get("type")) == "dynamic" and alpha:
-        rope = whole_heads({**raw, "rope_type": "default"}, fields, head_dim, positions)
-        rope = replace(rope, theta=rope.theta * alpha ** (head_dim / (head_dim - 2)))
-        if rope.theta > MAX_THETA:
-            raise fields.error(f"rope_theta, grown by alpha {alpha}, is larger than {MAX_THETA:g}")
-        return (rope,), (0,) * layers
-    return one_rope(fields, head_dim, positions, layers)
-
-
-def rope_of_sliding_layers(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return one RoPE that layers of full attention do not use (NoPE), if there are others."""
-    rope, windows = parse_rope(fields, head_dim, positions), windows_by_type(fields, layers)
-    if fields.raw.get("sliding_window") is None:
-        return (rope,), (0,) * layers
-    return (rope, RopeConfig(rotary_dim=0)), tuple(int(window is None) for window in windows)
-
-
-def interleaved_rope_of_sliding_layers(
-    fields: Fields, head_dim: int, positions: int, layers: int
-) -> LayerRopes:
-    """Return one RoPE of neighboring pairs that layers of full attention do not use (NoPE)."""
-    (rope,), _ = interleaved_rope(fields, head_dim, positions, layers)
-    windows = windows_by_type(fields, layers)
-    return (rope, RopeConfig(rotary_dim=0)), tuple(int(window is None) for window in windows)
-
-
-def rope_of_some_layers(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return one RoPE that some layers do not use (NoPE)."""
-    rope = parse_rope(fields, head_dim, positions)
-    still = tuple(int(not rotates) for rotates in rotating_layers(fields, layers))
-    return (rope, RopeConfig(rotary_dim=0)), still
-
-
 def rotating_layers(fields: Fields, layers: int) -> list[bool]:
     """Return True for each layer with RoPE: those with a 1 in `no_rope_layers`, or without the list all but
     every `no_rope_layer_interval`-th.
@@ -258,22 +272,6 @@ def rope_of_type(by_type: Fields, name: str) -> dict[str, Any]:
     rope = by_type.mapping(name) or {}
     Fields(rope, f"{by_type.where}: {name}").refuse_others({"truncate": True}, "by layer type")
     return rope
-
-
-def phi3_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return LongRoPE, under any of the names that it had, or default RoPE."""
-    raw = raw_rope(fields)
-    rope_type = raw.get("rope_type", raw.get("type", "default"))
-    if rope_type in ("su", "yarn"):
-        raw = {**raw, "rope_type": "longrope"}
-    elif rope_type not in ("default", "longrope"):
-        named = show(rope_type)
-        raise fields.error(f"RoPE type {named} is not supported of this architecture, only longrope")
-    return (read_rope(raw, fields, part_of_head(raw, fields, head_dim), positions),), (0,) * layers
-
-
-def parse_rope(fields: Fields, head_dim: int, max_position_embeddings: int) -> RopeConfig:
-    return whole_heads(raw_rope(fields), fields, head_dim, max_position_embeddings)
 
 
 def whole_heads(

@@ -182,6 +182,8 @@ class ModelShape:
     """True if MLPs and experts have gates: three matrices, else two."""
     shares_selection: bool = False
     """True if layers attend to keys that an earlier one selected."""
+    shares_blocks: bool = False
+    """True if layers share attention and MLPs, which read the embedding too."""
     latent: LatentShape | None = None
     """Latent attention; heads and `head_dim` are then those of the cached latents."""
     fits_float16: bool = True
@@ -228,7 +230,7 @@ class ModelShape:
         stages.
         """
         shares_kv = self.sliding is not None and self.sliding.sharing > 0
-        return self.looked_up_params > 0 or shares_kv or self.shares_selection
+        return self.looked_up_params > 0 or shares_kv or self.shares_selection or self.shares_blocks
 
     def seen(self, context: float) -> float:
         """Return the mean number of visible tokens over the layers, at `context` tokens."""

@@ -40,7 +40,7 @@ from ..hardware.machine import read_cpu
 from ..ipc.spawn import ReportProgress, run_job
 from ..model.registry import build_model
 from ..model_config.config import ModelConfig, parse_config
-from ..model_config.encoders.pooling import POOLING_FILE
+from ..model_config.encoders.config import POOLING_FILE
 from ..weights.checkpoint import Checkpoint
 from .calibration import Calibration, config_for, generate_calibration_text, perplexity, sequences_of
 from .compressed_tensors import TARGETS, CompressedTarget

@@ -26,7 +26,7 @@ from ..model.decoder import Decoder
 from ..model.encoder import Encoder
 from ..model.forward_context import ForwardContext, TaskRows
 from ..model.rotary import Rotary
-from ..model_config.encoders.pooling import DenseActivation, DenseLayer, EncoderPooling, EncoderVectors
+from ..model_config.encoders.config import DenseActivation, DenseLayer, EncoderPooling, EncoderVectors
 from ..sampling_params import SamplingParams
 from .input_batch import PooledRows, StepBatch, build_batch
 from .prompt_results import read_sums, sum_states

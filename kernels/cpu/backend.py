@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..activation import CODES
+from ..activation import LIMITED_CODE, code_of
 from ..lora import ExpertAdapters, LoraRows
 from ..op_types import ExpertResults, Mixture
 from ..ops import Ops, StepInputs
@@ -248,7 +248,8 @@ class CPUExperts(CPUOperations):
         assert shared_TE is None or (shared_TE.dtype == x_TE.dtype and shared_TE.stride(1) == 1)
         assert logits_TX.stride(1) == x_TE.stride(1) == 1
         assert results is None or mixture.owners is not None
-        assert CODES[mixture.activation] < 4
+        activation = code_of(mixture.activation)
+        assert activation[0] in {0, 1, 2, 3, LIMITED_CODE}
         here = NativeHeldExperts.of(mixture, None if results is None else mixture.owners)
         step = Step(rows=len(x_TE))
         if adapters is not None:
@@ -270,7 +271,7 @@ class CPUExperts(CPUOperations):
             mixture.per_token,
             mixture.normalized,
             NativeRouting.of(mixture.routing),
-            CODES[mixture.activation],
+            *activation,
             *strided(shared_TE),
             *strided(gate_T1),
             *strided(out),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..activation import CODES, UNGATED, XIELU, Activation
+from ..activation import UNGATED, XIELU, Activation, LimitedSwiGLU, code_of
 from ..op_types import AltUpOps
 from .command_buffer import CPUOperations
 from .ffi import Step
@@ -61,12 +61,12 @@ class CPUElementwise(CPUOperations):
         self.recorder.launch(self.library.llmbox_rotary_op, step, *numbers)
         return x_TnD
 
-    def gate_mul(self, gate_up_T2F: Tensor, activation: Activation | XIELU) -> Tensor:
+    def gate_mul(self, gate_up_T2F: Tensor, activation: Activation | LimitedSwiGLU | XIELU) -> Tensor:
         """Multiply in place, over the gates: rows of the result are strided."""
         if isinstance(activation, XIELU):
             return self._xielu(gate_up_T2F, activation)
         width = gate_up_T2F.shape[1] // (1 if activation in UNGATED else 2)
-        codes = DTYPES[gate_up_T2F.dtype], CODES[activation]
+        codes = DTYPES[gate_up_T2F.dtype], *code_of(activation)
         numbers = gate_up_T2F, gate_up_T2F.stride(0), width
         self.recorder.launch(self.library.llmbox_gate_mul_op, len(gate_up_T2F), *codes, *numbers)
         return gate_up_T2F[:, :width]

@@ -217,7 +217,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "llmbox_add_norm_op": (P, (INT, INT, P, LONG, P, P, INT, FLOAT, P)),
     "llmbox_layer_norm_op": (P, (INT, INT, P, LONG, P, P, P, INT, FLOAT, P)),
     "llmbox_rotary_op": (P, (INT, P, LONG, INT, INT, INT)),
-    "llmbox_gate_mul_op": (P, (INT, INT, P, LONG, INT)),
+    "llmbox_gate_mul_op": (P, (INT, INT, FLOAT, P, LONG, INT)),
     "llmbox_xielu_op": (P, (INT, P, LONG, INT, FLOAT, FLOAT, FLOAT, FLOAT)),
     "llmbox_copy_op": (P, (INT, P, LONG, LONG, INT, INT, P, LONG, LONG)),
     "llmbox_scale_op": (P, (INT, P, LONG, INT, FLOAT)),
@@ -226,7 +226,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
         P,
         (
             *(INT, INT, INT, POINTER(NativeHeldExperts), INT, P, P, P, P, LONG, P, LONG, INT, INT),
-            *(POINTER(NativeRouting), INT, P, LONG, P, LONG, P, LONG, P, P, P, P),
+            *(POINTER(NativeRouting), INT, FLOAT, P, LONG, P, LONG, P, LONG, P, P, P, P),
         ),
     ),
     "llmbox_combine_op": (P, (INT, P, P, INT, INT, P, LONG, P, LONG, P, LONG)),

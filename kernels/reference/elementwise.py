@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..activation import SWIGLU_ALPHA, SWIGLU_LIMIT, UNGATED, XIELU, Activation
+from ..activation import SWIGLU_ALPHA, SWIGLU_LIMIT, UNGATED, XIELU, Activation, LimitedSwiGLU
 from ..op_types import AltUpOps
 
 VECTOR = 64
@@ -74,10 +74,14 @@ def embedding(table: ReferenceLinear, ids_T: Tensor, scale: float = 1.0) -> Tens
     return rows_TE if scale == 1.0 else rows_TE.mul_(scale)
 
 
-def gate_mul(gate_up_T2F: Tensor, activation: Activation | XIELU) -> Tensor:
+def gate_mul(gate_up_T2F: Tensor, activation: Activation | LimitedSwiGLU | XIELU) -> Tensor:
     """Compute activation(gate) * up, each step rounded to the model's dtype; xIELU is rounded once."""
     if isinstance(activation, XIELU):
         return _xielu(gate_up_T2F, activation)
+    if isinstance(activation, LimitedSwiGLU):
+        gate, up = gate_up_T2F.chunk(2, dim=-1)
+        limit = activation.limit
+        return F.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
     if activation in UNGATED:
         return _ungated(gate_up_T2F, activation)
     gate, up = gate_up_T2F.chunk(2, dim=-1)
@@ -89,6 +93,8 @@ def gate_mul(gate_up_T2F: Tensor, activation: Activation | XIELU) -> Tensor:
         return (share * gate).mul_(up + 1)
     if activation == "relu2_gated":
         return gate.relu().square_().mul_(up)
+    if activation == "gelu_gated":
+        return _ungated(gate, "gelu").mul(up)
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return activated.mul_(up)
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..activation import XIELU, Activation
+from ..activation import XIELU, Activation, LimitedSwiGLU
 from ..op_types import BatchLayout
 from ..ops import Ops, StepInputs
 from ..quant_formats import OF_LAYERS, UNQUANTIZED_KINDS, Kind, Quant
@@ -209,7 +209,11 @@ class TritonBackend:
         return self._left.keep(*norm(row_format), row_format)
 
     def gate_mul(
-        self, gate_up_T2F: Tensor, activation: Activation | XIELU, *, row_format: RowFormat | None = None
+        self,
+        gate_up_T2F: Tensor,
+        activation: Activation | LimitedSwiGLU | XIELU,
+        *,
+        row_format: RowFormat | None = None,
     ) -> Tensor:
         if isinstance(activation, XIELU):
             row_format = None

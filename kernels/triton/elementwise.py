@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activation import CODES, SWIGLU_ALPHA, SWIGLU_LIMIT, UNGATED, XIELU, Activation
+from ..activation import LIMITED_CODE, SWIGLU_ALPHA, UNGATED, XIELU, Activation, LimitedSwiGLU, code_of
 from .linear.quantize_activations import RowFormat, Rows8, left_arguments, left_constants, store_eight_bits
 from .linear.tile_config import power_of_two, warps_for
 
@@ -59,16 +59,16 @@ def tanh(x: tl.tensor) -> tl.tensor:
 
 WITH_GELU_TANH, WITH_SWIGLU_OAI, WITH_RELU2 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 WITH_GELU, WITH_GELU_NEW, WITH_RELU = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
-WITH_RELU2_GATED = tl.constexpr(7)
-ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
+WITH_RELU2_GATED, WITH_GELU_GATED = tl.constexpr(7), tl.constexpr(9)
+WITH_LIMIT, ALPHA = tl.constexpr(LIMITED_CODE), tl.constexpr(SWIGLU_ALPHA)
 
 
-def gate_mul(gate_up_T2F: Tensor, activation: Activation | XIELU) -> Tensor:
+def gate_mul(gate_up_T2F: Tensor, activation: Activation | LimitedSwiGLU | XIELU) -> Tensor:
     return gate_rows(gate_up_T2F, activation, None)[0]
 
 
 def gate_rows(
-    gate_up_T2F: Tensor, activation: Activation | XIELU, row_format: RowFormat | None
+    gate_up_T2F: Tensor, activation: Activation | LimitedSwiGLU | XIELU, row_format: RowFormat | None
 ) -> tuple[Tensor, Rows8 | None]:
     """Return activation(gate) * up, and with `row_format` the quantized rows too; not of xIELU."""
     if isinstance(activation, XIELU):
@@ -81,6 +81,7 @@ def gate_rows(
     whole = row_format is not None and row_format.group is None
     # A scale for the whole row needs the row's largest number before any code is stored.
     block = power_of_two(width) if whole else BLOCK
+    code, limit = code_of(activation)
     if rows:
         gate_kernel[(rows, triton.cdiv(width, block))](
             out_TF,
@@ -89,7 +90,8 @@ def gate_rows(
             gate_up_T2F.stride(0),
             WIDTH=width,
             BLOCK=block,
-            ACTIVATION=CODES[activation],
+            ACTIVATION=code,
+            LIMIT=limit,
             **left_constants(block, row_format),
             num_warps=warps_for(width) if whole else 8,
         )
@@ -133,13 +135,15 @@ def xielu_kernel(
 
 
 @triton.jit
-def gated(x: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr) -> tl.tensor:
+def gated(
+    x: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr
+) -> tl.tensor:
     """Compute activation(gate) * up for a tile of columns; float32, rounded to the model's dtype after each
     of both steps.
 
     Activations are x / (1 + e^-z): SiLU has z = x; GELU by tanh, x (1 + tanh(y)) / 2, has z = 2 y; that of
-    gpt-oss has z = 1.702 x, of limited numbers. BitNet's is the square of max(x, 0). Without a gate there
-    are max(x, 0), its square, and GELU by erf or tanh.
+    gpt-oss has z = 1.702 x, of limited numbers; that of `LimitedSwiGLU` is limited afterwards. BitNet's is
+    the square of max(x, 0). Without a gate there are max(x, 0), its square, and GELU by erf or tanh.
     """
     inside = column < WIDTH
     gate = tl.load(x + column, mask=inside, other=0.0)
@@ -164,8 +168,15 @@ def gated(x: tl.tensor, column: tl.tensor, WIDTH: tl.constexpr, ACTIVATION: tl.c
         limited = tl.where(limited > LIMIT, LIMIT, tl.where(limited < -LIMIT, -LIMIT, limited))
         up = (limited + 1.0).to(gate.dtype)
     activated = (wide / (1.0 + tl.exp(-z))).to(gate.dtype)  # rounded where the reference rounds
+    if ACTIVATION == WITH_LIMIT:
+        limited = activated.to(tl.float32)
+        activated = tl.where(limited > LIMIT, LIMIT, limited).to(gate.dtype)
+        limited = up.to(tl.float32)
+        up = tl.where(limited > LIMIT, LIMIT, tl.where(limited < -LIMIT, -LIMIT, limited)).to(gate.dtype)
     if ACTIVATION == WITH_RELU2_GATED:
         activated = tl.where(wide < 0.0, 0.0, wide * wide).to(gate.dtype)
+    if ACTIVATION == WITH_GELU_GATED:
+        activated = (0.5 * wide * (1.0 + tl.erf(0.7071067811865476 * wide))).to(gate.dtype)
     return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
@@ -181,6 +192,7 @@ def gate_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
     GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
     GIVEN: tl.constexpr,
@@ -191,7 +203,7 @@ def gate_kernel(
     """
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
-    result = gated(x + row * x_row, column, WIDTH, ACTIVATION)
+    result = gated(x + row * x_row, column, WIDTH, ACTIVATION, LIMIT)
     tl.store(out + row * WIDTH + column, result, mask=column < WIDTH)
     if GROUP:
         store_eight_bits(

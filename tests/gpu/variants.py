@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llmbox.engine.distributed.fused_allreduce_rmsnorm_kernel import Peers, sum_norm_rows
-from llmbox.kernels.activation import XIELU
+from llmbox.kernels.activation import XIELU, LimitedSwiGLU
 from llmbox.kernels.op_types import BatchLayout, KVShape
 from llmbox.kernels.quant_formats import QUANTS, Quant
 from llmbox.kernels.sampling_types import DecodeInputs, DecodeRows, PenaltyState, SampleRows
@@ -172,6 +172,7 @@ def gemma_rows(hidden: int = 2560, ffn: int = 10240) -> None:
     ops.gate_mul(zeros(3, 2 * ffn), "gelu_tanh")
     ops.softcap(zeros(3, VOCAB), 30.0)
     ops.gate_mul(zeros(3, 2 * 2880), "swiglu_oai")
+    ops.gate_mul(zeros(3, 2 * 1280), LimitedSwiGLU(7.0))
     ops.gate_mul(zeros(3, ffn), XIELU(0.8, 0.9, 0.5, -1e-6))
 
 
@@ -188,7 +189,7 @@ def portable(hidden: int = 256, ffn: int = 512) -> None:
             ops.embedding(ops.pack_embedding(weight, tied), zeros(3, dtype=I64), 50.5)
     ops.rms_norm(x, norm, 1e-6)
     ops.add_rms_norm(x, zeros(3, hidden), norm, 1e-6)
-    for activation in ("silu", "gelu_tanh", "swiglu_oai", "relu2"):
+    for activation in ("silu", "gelu_tanh", "swiglu_oai", "relu2", LimitedSwiGLU(7.0)):
         ops.gate_mul(zeros(3, 2 * ffn), activation)
     ops.softcap(zeros(3, ffn, dtype=F32), 30.0)
     cache = ops.make_kv_cache(KVShape(2, 8, 16, 2, 64, I8, BF16), CPU)

@@ -4,33 +4,40 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.activation import XIELU, Activation
+from llmbox.kernels.activation import XIELU, Activation, LimitedSwiGLU
 from llmbox.kernels.ops import Ops
 from support.numbers import DTYPES, assert_near
 
-ACTIVATIONS: list[Activation] = ["silu", "gelu_tanh", "swiglu_oai", "relu2_gated"]
+Gate = Activation | LimitedSwiGLU
+LIMITED: list[Gate] = ["swiglu_oai", LimitedSwiGLU(3.0), LimitedSwiGLU(0.3)]
+ACTIVATIONS: list[Gate] = ["silu", "gelu_tanh", *LIMITED, "relu2_gated", "gelu_gated"]
 
 
-def exact(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+def exact(gate: Tensor, up: Tensor, activation: Gate) -> Tensor:
+    if isinstance(activation, LimitedSwiGLU):
+        limit = activation.limit
+        return activated(gate, "silu").clamp(max=limit) * up.clamp(-limit, limit)
     if activation == "swiglu_oai":
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
         return gate * (gate * 1.702).sigmoid() * (up + 1)
     return activated(gate, activation) * up
 
 
-def activated(gate: Tensor, activation: Activation) -> Tensor:
+def activated(gate: Tensor, activation: Gate) -> Tensor:
     if activation == "silu":
         return gate / (1 + (-gate).exp())
     if activation == "relu2_gated":
         return gate.relu() ** 2
+    if activation == "gelu_gated":
+        return torch.nn.functional.gelu(gate)
     return torch.nn.functional.gelu(gate, approximate="tanh")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(1, 192), (5, 246), (33, 64)])
-def test_gates(ops: Ops, dtype: torch.dtype, activation: Activation, shape: tuple[int, int]) -> None:
-    x = (torch.randn(shape) * (4 if activation == "swiglu_oai" else 1)).to(dtype)
+def test_gates(ops: Ops, dtype: torch.dtype, activation: Gate, shape: tuple[int, int]) -> None:
+    x = (torch.randn(shape) * (4 if activation in LIMITED else 1)).to(dtype)
     gate, up = x.double().chunk(2, -1)
     assert_near(ops.gate_mul(x, activation), exact(gate, up, activation))
 
@@ -87,16 +94,24 @@ def test_xielu(ops: Ops, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     assert ops.gate_mul(x, numbers)[0, 0].isnan()
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS[:3])  # a square of 1e30 is beyond float32
-def test_far_from_zero(ops: Ops, activation: Activation) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS[:5])  # a square of 1e30 is beyond float32
+def test_far_from_zero(ops: Ops, activation: Gate) -> None:
     gate = torch.tensor([-1e30, -90.0, -12.0, -1e-20, 0.0, 1e-20, 12.0, 90.0, 1e30]).unsqueeze(0)
     got = ops.gate_mul(torch.cat((gate, torch.ones_like(gate)), 1), activation)
     assert_near(got, exact(gate.double(), torch.ones_like(gate).double(), activation))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_row_does_not_depend_on_the_number_of_rows(ops: Ops, activation: Activation) -> None:
+def test_a_row_does_not_depend_on_the_number_of_rows(ops: Ops, activation: Gate) -> None:
     x = torch.randn(33, 246)
     together = ops.gate_mul(x.clone(), activation)
     for row in range(33):
         assert torch.equal(ops.gate_mul(x[row : row + 1].clone(), activation), together[row : row + 1])
+
+
+@pytest.mark.parametrize("activation", LIMITED)
+def test_limits_keep_nan(ops: Ops, activation: Gate) -> None:
+    x = torch.randn(3, 200)
+    x[0, 3], x[1, 104] = torch.nan, torch.nan
+    got = ops.gate_mul(x, activation)
+    assert got.isnan().nonzero().tolist() == [[0, 3], [1, 4]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbox.kernels.activation import Activation
+from llmbox.kernels.activation import Activation, LimitedSwiGLU
 from llmbox.kernels.dispatch import load_backend, native_ready
 from llmbox.kernels.op_types import ExpertOwners, ExpertResults, Mixture, Routing
 from llmbox.kernels.ops import Ops
@@ -84,10 +84,10 @@ def test_groups_and_corrections_choose_but_do_not_weigh(normalized: bool) -> Non
 
 @pytest.mark.parametrize(
     ("normalized", "routing", "activation"),
-    every_pair([False, True], ROUTINGS, ["silu", "gelu_tanh", "swiglu_oai", "relu2"]),
+    every_pair([False, True], ROUTINGS, ["silu", "gelu_tanh", "swiglu_oai", LimitedSwiGLU(0.5), "relu2"]),
 )
 def test_is_what_plain_torch_gives(
-    ops: Ops, normalized: bool, routing: Routing, activation: Activation
+    ops: Ops, normalized: bool, routing: Routing, activation: Activation | LimitedSwiGLU
 ) -> None:
     """With biases of experts and a shared expert."""
     gates = 48 if activation == "relu2" else 96

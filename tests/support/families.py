@@ -55,6 +55,13 @@ SPARSE: dict[str, Any] = LATENT | {"index_topk": 12, "index_n_heads": 16, "index
 COHERE2_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 MIXED = {"num_local_experts": 4, "num_experts_per_tok": 2}
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 2.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 32.0,
+    "original_max_position_embeddings": 64,
+}
 DELTA: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
@@ -160,6 +167,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 5,
         "layer_types": ["conv", "full_attention", "conv", "sliding_attention", "full_attention"],
         "sliding_window": 19,
+        "tie_word_embeddings": True,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+        "num_key_value_heads": 4,
+        "head_dim": LEFT_OUT,
+        "num_mem_blocks": 2,
+        "adapter_rank": 8,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 24,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
         "tie_word_embeddings": True,
     },
     "bamba": MAMBA | {"attn_layer_indices": [1], "num_hidden_layers": 3},
@@ -417,8 +438,36 @@ SIBLINGS: dict[str, dict[str, Any]] = {
     "phi": {},
     "starcoder2": {"sliding_window": 19, "head_dim": None, "tie_word_embeddings": True},
     "youtu": {key: value for key, value in LATENT.items() if key not in DEEPSEEK},
+    "step3p5": {
+        "num_hidden_layers": 4,
+        "num_nextn_predict_layers": 1,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "num_sliding_attention_heads": 6,
+        "sliding_window": 19,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "share_expert_dim": 48,
+        "moe_layers_enum": "1,2,3",
+        "moe_router_scaling_factor": 1.5,
+        "rope_theta": [50000.0, 10000.0] * 2,
+        "partial_rotary_factors": [0.5, 1.0] * 2,
+        "rope_scaling": LLAMA3,
+        "swiglu_limits": [None, 0.0, 0.5, 0.7],
+        "swiglu_limits_shared": [0.6, 0.0, None, 0.4],
+    },
 }
 """The same for families that have the layers of those above."""
+
+
+STEP_VISION = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "mlp_ratio": 2.0,
+}
 
 
 def fields_of(arch: str, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -430,7 +479,8 @@ def causal_model(arch: str) -> Any:
     """Return the class of transformers for a `model_type`, also one that its `auto` classes lack."""
     import transformers
 
-    return transformers.Mistral4ForCausalLM if arch == "mistral4" else transformers.AutoModelForCausalLM
+    others = {"mistral4": "Mistral4ForCausalLM", "step3p7": "Step3p7ForConditionalGeneration"}
+    return getattr(transformers, others.get(arch, "AutoModelForCausalLM"))
 
 
 def make_family(directory: Path, arch: str, *, shards: int = 1, seed: int = 0, **overrides: Any) -> Path:
@@ -439,7 +489,10 @@ def make_family(directory: Path, arch: str, *, shards: int = 1, seed: int = 0, *
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = AutoConfig.for_model(arch, **fields_of(arch, overrides))
+    fields = fields_of(arch, overrides)
+    if arch == "step3p5":  # transformers has no class for it without a tower
+        arch, fields = "step3p7", {"text_config": fields, "vision_config": STEP_VISION}
+    config = AutoConfig.for_model(arch, **fields)
     config.dtype = "float32"
     kind = causal_model(arch)
     model = kind.from_config(config, dtype=torch.float32) if hasattr(kind, "from_config") else kind(config)
@@ -504,6 +557,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
                 weight.mul_(0.5)  # scores have no other scale, and steep softmaxes make rounding visible
         elif "inv_freq" not in name and weight.dim():
             scale = 1.0 if "embed" in name else 1.5 / math.sqrt(weight.shape[-1])
+            if model.config.model_type == "zamba2" and re.search(r"adapter|[qk]_proj|embed|\.linear\.", name):
+                scale *= 0.4  # the same
             weight.copy_(scale * torch.randn(weight.shape, generator=generator))
 
 
@@ -512,6 +567,10 @@ def spell_as_before(directory: Path) -> None:
     file = directory / "config.json"
     raw = json.loads(file.read_text())
     raw["torch_dtype"] = raw.pop("dtype")
+    if "text_config" in raw:
+        spell_step_as_published(raw["text_config"])
+        file.write_text(json.dumps(raw))
+        return
     if "per_layer_config" in raw:  # Gemma 4
         full = next(iter(raw.pop("per_layer_config").values()))
         raw["global_head_dim"] = full["head_dim"]
@@ -523,7 +582,10 @@ def spell_as_before(directory: Path) -> None:
         raw["rope_parameters"] = rope
     elif rope is not None:
         spell_rope_as_before(raw, rope)
-    if "layers_block_type" in raw:
+    if raw["model_type"] == "zamba2":
+        kinds = raw["layers_block_type"]
+        raw["layers_block_type"] = [kind.replace("linear_attention", "mamba") for kind in kinds]
+    elif "layers_block_type" in raw:
         letters = {"linear_attention": "M", "full_attention": "*", "moe": "E", "mlp": "-"}
         raw["hybrid_override_pattern"] = "".join(letters[kind] for kind in raw.pop("layers_block_type"))
     if "linear_head_dim" in raw:
@@ -537,6 +599,24 @@ def spell_as_before(directory: Path) -> None:
         }
         raw["first_k_dense_replace"] = raw.pop("mlp_layer_types").count("dense")
     file.write_text(json.dumps(raw))
+
+
+def spell_step_as_published(raw: dict[str, Any]) -> None:
+    """Write lists with an entry for each layer, and for one of multi-token prediction after the last."""
+    del raw["per_layer_config"], raw["query_pre_attn_scalar"]
+    types, ropes, mlps = raw["layer_types"], raw.pop("rope_parameters"), raw.pop("mlp_layer_types")
+    heads = raw.pop("num_sliding_attention_heads")
+    raw["attention_other_setting"] = {"num_attention_heads": heads, "head_dim": raw["head_dim"]}
+    listed = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factors"}
+    raw |= {key: [ropes[kind][name] for kind in types] for name, key in listed.items()}
+    raw |= {"rope_scaling": {key: ropes["full_attention"][key] for key in LLAMA3}}
+    names = {"n_routed_experts": "moe_num_experts", "num_experts_per_tok": "moe_top_k"}
+    for usual, name in (names | {"num_key_value_heads": "num_attention_groups"}).items():
+        raw[name] = raw.pop(usual)
+    raw["moe_layers_enum"] = ",".join(str(layer) for layer, kind in enumerate(mlps) if kind == "sparse")
+    raw["yarn_only_types"] = ["full_attention"]
+    for key in ("layer_types", *listed.values(), "swiglu_limits", "swiglu_limits_shared"):
+        raw[key].append(raw[key][-1])
 
 
 def spell_rope_as_before(raw: dict[str, Any], rope: dict[str, Any]) -> None:

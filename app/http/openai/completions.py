@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from llmbox.engine.errors import ModelError
 from llmbox.engine.ipc.messages import TokenLogprobs
-from llmbox.engine.model_config.encoders.pooling import read_prompts
+from llmbox.engine.model_config.encoders.config import read_prompts
 from llmbox.engine.sampling_params import SamplingParams
 
 from ...engines.loaded_model import LoadedModel

@@ -7,11 +7,12 @@ of a checkpoint into them.
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..architecture import Architecture, ClassifierConfig, EncoderActivation, EncoderConfig, EncoderRule
+from ..architecture import Architecture, EncoderRule, spelled
 from ..attention import Windows, layer_types
 from ..fields import Fields, show
-from ..moe import selected_of
-from ..rope import LayerRopes, RopeConfig, one_rope, parse_rope
+from ..moe import selected_by
+from ..rope import LayerRopes, no_rope, one_rope, parse_rope
+from .config import ClassifierConfig, EncoderActivation, EncoderConfig
 
 _ACTIVATIONS: Final[dict[str, EncoderActivation]] = {
     "gelu": "gelu",
@@ -193,7 +194,7 @@ def _nomic(fields: Fields) -> EncoderConfig:
     """Read a NomicBert. Version 2 has an MLP without gates, and experts in every other layer."""
     experts, every = (0, 0), fields.integer("moe_every_n_layers", 0)
     if every and fields.raw.get("num_experts"):
-        experts = selected_of(fields, "num_experts", "moe_top_k")
+        experts = selected_by("num_experts", top_k="moe_top_k")(fields)
     if experts[0] and every < 2:
         raise fields.error(f"moe_every_n_layers {every} is not supported, only 2 and more")
     return EncoderConfig(
@@ -276,16 +277,12 @@ def _modern_ropes(fields: Fields, head_dim: int, positions: int, layers: int) ->
     return tuple(ropes), tuple(int(kind == "sliding_attention") for kind in kinds)
 
 
-def _no_rope(_fields: Fields, _head_dim: int, _positions: int, layers: int) -> LayerRopes:
-    return (RopeConfig(rotary_dim=0),), (0,) * layers
-
-
 def encoder_entry(
     model_type: str, rule: EncoderRule, defaults: Mapping[str, Any], *, bias: bool = True, **others: Any
 ) -> Architecture:
     usual = {
-        "hidden_acts": tuple(_ACTIVATIONS),
-        "ropes": _no_rope,
+        "hidden_acts": dict.fromkeys(_ACTIVATIONS, "silu"),
+        "ropes": no_rope,
         "attention_bias": True,
         "aliases": {"rms_norm_eps": "layer_norm_eps"},
     }
@@ -315,14 +312,10 @@ ENCODERS: Final[dict[str, Architecture]] = {
         "distilbert",
         _distilbert,
         defaults=GELU,
-        aliases={
-            "hidden_size": "dim",
-            "num_attention_heads": "n_heads",
-            "num_hidden_layers": "n_layers",
-            "intermediate_size": "hidden_dim",
-            "hidden_act": "activation",
-            "rms_norm_eps": "layer_norm_eps",
-        },
+        aliases=spelled(
+            "hidden_size=dim num_attention_heads=n_heads num_hidden_layers=n_layers "
+            "intermediate_size=hidden_dim hidden_act=activation rms_norm_eps=layer_norm_eps"
+        ),
     ),
     "MPNetModel": encoder_entry("mpnet", _mpnet, _ROBERTA, sizes=positions_after_padding),
     "ModernBertModel": encoder_entry(
@@ -344,16 +337,11 @@ ENCODERS: Final[dict[str, Architecture]] = {
             "layer_norm_eps": 1e-12,
             "rope_theta": 1000.0,
         },
-        aliases={
-            "hidden_size": "n_embd",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
-            "intermediate_size": "n_inner",
-            "max_position_embeddings": "n_positions",
-            "hidden_act": "activation_function",
-            "layer_norm_eps": "layer_norm_epsilon",
-            "rope_theta": "rotary_emb_base",
-        },
+        aliases=spelled(
+            "hidden_size=n_embd num_attention_heads=n_head num_hidden_layers=n_layer "
+            "intermediate_size=n_inner max_position_embeddings=n_positions hidden_act=activation_function "
+            "layer_norm_eps=layer_norm_epsilon rope_theta=rotary_emb_base"
+        ),
         sizes=_nomic_sizes,
         bias=False,
         ropes=one_rope,

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Final
 
-from ..architecture import Architecture, EncoderConfig
+from ..architecture import Architecture
 from ..fields import Fields, raw_rope, show
 from ..rope import LayerRopes, one_rope
+from .config import EncoderConfig
 from .encoder import (
     BERT_NAMES,
     GELU,

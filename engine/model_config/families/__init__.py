@@ -1,1 +1,1 @@
-"""Rules and entries of families that need more than an entry in `architectures.py`."""
+"""Rules and entries of families that need more than an entry in `registry.py`."""

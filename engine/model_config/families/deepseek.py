@@ -5,21 +5,14 @@ Mistral 4, MiniCPM 3 and Youtu-LLM. DeepSeek V1, Ling 1, Aria and other MiniCPMs
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from ..architecture import Architecture, refuse_options
+from .. import moe
+from ..architecture import Architecture, refuse_options, spelled
 from ..attention import IndexConfig, LatentConfig, Scales
 from ..fields import Fields, raw_rope
-from ..moe import (
-    ExpertsConfig,
-    StackedExperts,
-    deepseek_experts,
-    deepseek_v1_experts,
-    deepseek_v2_experts,
-    deepseek_v3_experts,
-    experts_with,
-    refuse_small_groups,
-)
+from ..moe import StackedExperts
 from ..rope import MAX_FACTOR, LayerRopes, RopeConfig, interleaved_rope, partial_rope
 
 MAX_RANK = 1 << 14
@@ -125,12 +118,6 @@ def mistral4_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -
     return (*ropes, grown), layer_ropes
 
 
-def mistral4_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read a softmax router with groups, of which two experts count, beside shared experts."""
-    found = refuse_small_groups(fields, deepseek_experts(fields, layers, group_best=2))
-    return replace(found, stacked=StackedExperts()) if any(found.layers) else None
-
-
 def minicpm3_sizes(fields: Fields) -> dict[str, Any]:
     usual = fields.integer("hidden_size") // fields.integer("num_attention_heads") or 1
     value = fields.integer("v_head_dim", usual)
@@ -176,7 +163,7 @@ DEEPSEEK_V3 = Architecture(
     latent=deepseek_latent,
     scales=deepseek_scales,
     ropes=deepseek_rope,
-    experts=deepseek_v3_experts,
+    experts=moe.deepseek_v3_experts,
     own_code="modeling_deepseek.DeepseekV3ForCausalLM",
     mtp="deepseek",
 )
@@ -194,7 +181,7 @@ _DEEPSEEK = Architecture(
     model_type="deepseek",
     defaults={"norm_topk_prob": False, "first_k_dense_replace": 0},
     attention_bias=True,
-    experts=deepseek_v1_experts,
+    experts=moe.deepseek_v1_experts,
     own_code="modeling_deepseek.DeepseekForCausalLM",
 )
 _ARIA = replace(
@@ -209,17 +196,15 @@ _ARIA = replace(
         "n_shared_experts": 2,
     },
     mlp_bias=True,
-    experts=experts_with(
-        deepseek_v1_experts,
+    experts=moe.experts_with(
+        moe.deepseek_v1_experts,
         router="router",
         stacked=StackedExperts(gate_up="experts.fc1", down="experts.fc2", is_transposed=True),
     ),
-    aliases={
-        "moe_intermediate_size": "intermediate_size",
-        "n_routed_experts": "moe_num_experts",
-        "num_experts_per_tok": "moe_topk",
-        "n_shared_experts": "moe_num_shared_experts",
-    },
+    aliases=spelled(
+        "moe_intermediate_size=intermediate_size n_routed_experts=moe_num_experts "
+        "num_experts_per_tok=moe_topk n_shared_experts=moe_num_shared_experts"
+    ),
     own_code="",
 )
 _KIMI_K25 = replace(DEEPSEEK_V3, is_nested=True, own_code="modeling_kimi_k25.KimiK25ForConditionalGeneration")
@@ -250,7 +235,7 @@ MISTRAL4 = Architecture(
     latent=deepseek_latent,
     scales=deepseek_scales,
     ropes=mistral4_ropes,
-    experts=mistral4_experts,
+    experts=partial(moe.deepseek_experts, group_best=2, stacked=StackedExperts()),
 )
 
 DEEPSEEKS: dict[str, Architecture] = {
@@ -265,7 +250,7 @@ DEEPSEEKS: dict[str, Architecture] = {
             "num_nextn_predict_layers": 0,
         },
         ropes=interleaved_rope,
-        experts=deepseek_v2_experts,
+        experts=moe.deepseek_v2_experts,
         own_code="modeling_deepseek.DeepseekV2ForCausalLM",
         mtp=None,
     ),
@@ -309,12 +294,10 @@ DEEPSEEKS: dict[str, Architecture] = {
         model_type="bailing_moe",
         defaults={"norm_topk_prob": True, "first_k_dense_replace": 0},
         has_stacked_projections=True,
-        aliases={
-            "attention_bias": "use_qkv_bias",
-            "attention_out_bias": "use_bias",
-            "n_routed_experts": "num_experts",
-            "n_shared_experts": "num_shared_experts",
-        },
+        aliases=spelled(
+            "attention_bias=use_qkv_bias attention_out_bias=use_bias n_routed_experts=num_experts "
+            "n_shared_experts=num_shared_experts"
+        ),
         own_code="modeling_bailing_moe.BailingMoeForCausalLM",
         refuse=refuse_options(use_bias=False, norm_head=False, norm_softmax=False, multi_gate=False),
     ),

@@ -1,4 +1,4 @@
-"""Gemma, Gemma 2 and Gemma 3, and Muse Glimmer: defaults, rules and entries of `architectures.py`."""
+"""Gemma, Gemma 2 and Gemma 3, and Muse Glimmer: defaults, rules and entries of `registry.py`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 from ..architecture import Architecture
 from ..attention import FULL, SLIDING, Scales, layer_types, types_by_pattern, types_where, windows_by_type
 from ..fields import Fields
-from ..rope import LayerRopes, RopeConfig, parse_rope
+from ..rope import LayerRopes, RopeConfig, except_in, one_rope, parse_rope
 
 _COMMON: Mapping[str, Any] = {
     "vocab_size": 256000,
@@ -123,13 +123,12 @@ def _positive(fields: Fields, key: str) -> float:
     return number
 
 
-def muse_glimmer_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return one RoPE, and none for layers with a 0 in `layer_rope_theta`, by default every fourth."""
+def muse_glimmer_still_layers(fields: Fields, layers: int) -> list[bool]:
+    """Return True for layers with a 0 in `layer_rope_theta`, by default for every fourth."""
     thetas = fields.numbers("layer_rope_theta") or [float((layers - 1 - n) % 4) for n in range(layers)]
     if len(thetas) != layers:
         raise fields.error(f"layer_rope_theta must have {layers} numbers, not {len(thetas)}")
-    ropes = parse_rope(fields, head_dim, positions), RopeConfig(rotary_dim=0)
-    return ropes, tuple(int(theta == 0) for theta in thetas)
+    return [theta == 0 for theta in thetas]
 
 
 def muse_glimmer_scales(fields: Fields) -> Scales:
@@ -144,8 +143,7 @@ def muse_glimmer_scales(fields: Fields) -> Scales:
 _GEMMA = Architecture(
     model_type="gemma",
     defaults=GEMMA,
-    hidden_acts=(ACTIVATION, "gelu"),
-    activation="gelu_tanh",
+    hidden_acts=dict.fromkeys((ACTIVATION, "gelu"), "gelu_tanh"),
     norms_add_one=True,
     fits_float16=False,
     scales=gemma_scales,
@@ -201,7 +199,7 @@ GEMMA_MODELS: dict[str, Architecture] = {
         is_nested=True,
         sizes=types_where(lambda layer, layers: (layers - 1 - layer) % 4 == 0),
         windows=windows_by_type,
-        ropes=muse_glimmer_ropes,
+        ropes=except_in(one_rope, muse_glimmer_still_layers),
         scales=muse_glimmer_scales,
         aliases={"hidden_act": "hidden_activation"},
     ),

@@ -1,23 +1,14 @@
-"""Gemma 4 and Gemma 3n: defaults, rules and entries of `architectures.py`."""
+"""Gemma 4 and Gemma 3n: defaults, rules and entries of `registry.py`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from .. import attention
 from ..architecture import AltUpConfig, Architecture
-from ..attention import (
-    FULL,
-    SLIDING,
-    LayerSizes,
-    Scales,
-    Windows,
-    layer_types,
-    types_every,
-    window_of,
-    windows_by_type,
-)
+from ..attention import FULL, SLIDING, LayerSizes, Scales, Windows
 from ..fields import Fields
-from ..moe import ExpertsConfig, StackedExperts, selected_of
+from ..moe import StackedExperts, integer, read_experts, selected_by
 from ..rope import LayerRopes, read_proportional_rope
 from .gemma import ACTIVATION, gemma3_ropes, gemma_scales, logits_cap, refuse_gemma2, refuse_gemma3
 
@@ -36,6 +27,7 @@ GEMMA4: Mapping[str, Any] = {
     "sliding_window": 512,
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262144,
+    "enable_moe_block": False,
 }
 """Defaults of transformers for its text part."""
 GEMMA4_UNIFIED: Mapping[str, Any] = {
@@ -136,7 +128,7 @@ def gemma4_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
 
 
 def gemma4_windows(fields: Fields, _layers: int) -> Windows:
-    window = window_of(fields)
+    window = attention.window_of(fields)
     if window is None:
         raise fields.error("sliding_window is missing")
     return tuple(window if name == SLIDING else None for name in _types(fields))
@@ -165,26 +157,6 @@ def gemma4_per_layer(fields: Fields) -> tuple[int, int]:
     return width, fields.integer("vocab_size_per_layer_input") if width else 0
 
 
-def gemma4_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read experts beside an MLP of each layer, if there are any."""
-    if not fields.flag("enable_moe_block", default=False):
-        return None
-    count, per_token = selected_of(fields, "num_experts", "top_k_experts")
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("moe_intermediate_size"),
-        normalized=True,
-        layers=(True,) * layers,
-        shared_inner=fields.integer("intermediate_size"),
-        module="",
-        router="router.proj",
-        shared="mlp",
-        factors="router.per_expert_scale",
-        stacked=StackedExperts(),
-    )
-
-
 def _per_layer_width(fields: Fields) -> int:
     if fields.raw.get("hidden_size_per_layer_input") == 0:
         return 0
@@ -195,15 +167,16 @@ def _types(fields: Fields) -> list[str]:
     """Return the attention type of each layer, by default every sixth full. The last is full whatever its
     file says, as in transformers.
     """
-    types = layer_types(fields.replace(**types_every(6)(fields)), fields.integer("num_hidden_layers"))
+    types = attention.layer_types(
+        fields.replace(**attention.types_every(6)(fields)), fields.integer("num_hidden_layers")
+    )
     return [*types[:-1], FULL]
 
 
 _GEMMA4 = Architecture(
     model_type="gemma4_text",
     defaults=GEMMA4,
-    hidden_acts=(ACTIVATION,),
-    activation="gelu_tanh",
+    hidden_acts={ACTIVATION: "gelu_tanh"},
     fits_float16=False,
     qk_norm="heads",
     norms_values=True,
@@ -212,7 +185,17 @@ _GEMMA4 = Architecture(
     windows=gemma4_windows,
     ropes=gemma4_ropes,
     scales=gemma4_scales,
-    experts=gemma4_experts,
+    experts=read_experts(
+        selected_by("num_experts", top_k="top_k_experts"),
+        without={"enable_moe_block": False},
+        normalized=True,
+        shared_inner=integer("intermediate_size"),
+        module="",
+        router="router.proj",
+        shared="mlp",
+        factors="router.per_expert_scale",
+        stacked=StackedExperts(),
+    ),
     layer_sizes=gemma4_layers,
     per_layer=gemma4_per_layer,
     refuse=refuse_gemma4,
@@ -258,7 +241,7 @@ def gemma3n_sizes(fields: Fields) -> dict[str, Any]:
     rows = [Fields({"intermediate_size": one}, fields.where).integer("intermediate_size") for one in each]
     if len(rows) != layers:
         raise fields.error(f"intermediate_size must be a number, or one for each of {layers} layers")
-    return {**types_every(5)(fields), "intermediate_size": max(rows), "layer_inner": rows}
+    return {**attention.types_every(5)(fields), "intermediate_size": max(rows), "layer_inner": rows}
 
 
 def gemma3n_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
@@ -268,7 +251,7 @@ def gemma3n_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
         LayerSizes(
             kv_heads=heads, head_dim=head_dim, inner=inner[layer], kv_source=source, sparsity=sparsity[layer]
         )
-        for layer, source in enumerate(shared_sources(fields, layer_types(fields, layers)))
+        for layer, source in enumerate(shared_sources(fields, attention.layer_types(fields, layers)))
     )
 
 
@@ -303,14 +286,13 @@ def gemma3n_altup(fields: Fields) -> AltUpConfig:
 _GEMMA3N = Architecture(
     model_type="gemma3n_text",
     defaults=GEMMA3N,
-    hidden_acts=(ACTIVATION,),
-    activation="gelu_tanh",
+    hidden_acts={ACTIVATION: "gelu_tanh"},
     fits_float16=False,
     qk_norm="heads",
     norms_values=True,
     block="altup",
     sizes=gemma3n_sizes,
-    windows=windows_by_type,
+    windows=attention.windows_by_type,
     ropes=gemma3_ropes,
     scales=gemma4_scales,
     layer_sizes=gemma3n_layers,

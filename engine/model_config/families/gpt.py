@@ -8,8 +8,8 @@ from typing import Any
 
 from llmbox.kernels.activation import Activation
 
-from ..architecture import Architecture, as_it_is, no_rows, nothing, refuse_options
-from ..attention import FULL, SLIDING, Scales, Windows, one_window, windows_by_type
+from ..architecture import RELU2, Architecture, four_times_hidden, no_rows, nothing, refuse_options, spelled
+from ..attention import FULL, SLIDING, Scales, Windows, one_window, root_of_width_if, windows_by_type
 from ..fields import MAX_WIDTH, Fields
 from ..rope import interleaved_rope, no_rope, one_rope, partial_rope, reversed_rope
 from .gemma import logits_cap
@@ -26,16 +26,12 @@ IN_ORDER = "qkv_in_order"
 """Key of a GGUF file's config.json: all queries come before the keys and values."""
 
 
-def ungated(fields: Fields) -> dict[str, Any]:
-    return {"activation": GELUS.get(fields.text("hidden_act", "gelu"), "gelu")}
-
-
 def gpt_neox_variant(fields: Fields) -> dict[str, Any]:
     """Return the activation, and a block with attention and MLP side by side or one after the other."""
     is_parallel = fields.flag("use_parallel_residual", default=True)
     by_group = not fields.flag(IN_ORDER, default=False)
     block = "parallel_norms" if is_parallel else "layer_norm"
-    return {**ungated(fields), "block": block, "stacks_by_group": by_group}
+    return {"block": block, "stacks_by_group": by_group}
 
 
 def falcon_variant(fields: Fields) -> dict[str, Any]:
@@ -47,35 +43,26 @@ def falcon_variant(fields: Fields) -> dict[str, Any]:
         block = "layer_norm"
     by_group = is_new or not fields.flag("multi_query", default=True)
     by_group = by_group and not fields.flag(IN_ORDER, default=False)
-    return {**ungated(fields), "block": block, "stacks_by_group": by_group}
+    return {"block": block, "stacks_by_group": by_group}
 
 
 def falcon_sizes(fields: Fields) -> dict[str, Any]:
-    heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
     kv_heads = 1 if fields.flag("multi_query", default=True) else heads
     if fields.flag("new_decoder_architecture", default=False):
         kv_heads = fields.integer("num_kv_heads", heads)
-    usual = fields.integer("intermediate_size", 4 * hidden)
-    return {
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": fields.integer("ffn_hidden_size", usual),
-    }
-
-
-def gpt2_sizes(fields: Fields) -> dict[str, Any]:
-    usual = fields.integer("intermediate_size", 4 * fields.integer("hidden_size"))
-    return {"intermediate_size": fields.integer("n_inner", usual)}
+    return {"num_key_value_heads": kv_heads}
 
 
 def gpt_bigcode_variant(fields: Fields) -> dict[str, Any]:
     by_group = not fields.flag("multi_query", default=True) and not fields.flag(IN_ORDER, default=False)
-    return {**ungated(fields), "stacks_by_group": by_group}
+    return {"stacks_by_group": by_group}
 
 
 def gpt_bigcode_sizes(fields: Fields) -> dict[str, Any]:
     heads = fields.integer("num_attention_heads")
     kv_heads = 1 if fields.flag("multi_query", default=True) else heads
-    return {"num_key_value_heads": kv_heads, **gpt2_sizes(fields)}
+    return {"num_key_value_heads": kv_heads}
 
 
 def gpt_neo_windows(fields: Fields, layers: int) -> Windows:
@@ -93,17 +80,9 @@ def gpt_neo_windows(fields: Fields, layers: int) -> Windows:
     return windows_by_type(fields.replace(layer_types=types), layers)
 
 
-def gpt_neo_scales(_fields: Fields) -> Scales:
-    return Scales(attention=1.0)
-
-
 def gptj_sizes(fields: Fields) -> dict[str, Any]:
     head_dim = fields.integer("hidden_size") // fields.integer("num_attention_heads") or 1
-    return {**gpt2_sizes(fields), "partial_rotary_factor": fields.integer("rotary_dim", 64) / head_dim}
-
-
-def nanochat_scales(fields: Fields) -> Scales:
-    return Scales(logits_cap=logits_cap(fields))
+    return {"partial_rotary_factor": fields.integer("rotary_dim", 64) / head_dim}
 
 
 def learned_positions(fields: Fields) -> int:
@@ -113,11 +92,6 @@ def learned_positions(fields: Fields) -> int:
 def opt_positions(fields: Fields) -> int:
     """Return the rows of OPT's table, of which the first two stand for padding."""
     return learned_positions(fields) + 2
-
-
-def biogpt_scales(fields: Fields) -> Scales:
-    is_scaled = fields.flag("scale_embedding", default=True)
-    return Scales(embedding=fields.integer("hidden_size") ** 0.5 if is_scaled else 1.0)
 
 
 def stablelm_variant(fields: Fields) -> dict[str, Any]:
@@ -145,14 +119,13 @@ _PHI = Architecture(
         "mlp_bias": True,
         "lm_head_bias": True,
     },
-    hidden_acts=tuple(GELUS),
+    hidden_acts=GELUS,
     attention_bias=True,
     mlp_bias=True,
     has_stacked_projections=True,
     block="parallel_biased",
     head_bias_flag="lm_head_bias",
     ropes=partial_rope,
-    variant=ungated,
     aliases={"rms_norm_eps": "layer_norm_eps"},
     names={"o_proj": "dense", "up_proj": "fc1", "down_proj": "fc2", "norm": "final_layernorm"},
     own_code="modeling_phi.PhiForCausalLM",
@@ -164,27 +137,22 @@ _GPT2 = Architecture(
         "rms_norm_eps": 1e-5,
         "hidden_act": "gelu_new",
         "max_position_embeddings": 1024,
+        "intermediate_size": four_times_hidden,
         "tie_word_embeddings": True,
         "attention_bias": True,
         "mlp_bias": True,
     },
-    hidden_acts=tuple(GELUS),
+    hidden_acts=GELUS,
     attention_bias=True,
     mlp_bias=True,
     block="layer_norm",
     has_stacked_projections=True,
     ropes=no_rope,
-    variant=ungated,
-    sizes=gpt2_sizes,
     position_rows=learned_positions,
-    aliases={
-        "hidden_size": "n_embd",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-        "max_position_embeddings": "n_positions",
-        "hidden_act": "activation_function",
-        "rms_norm_eps": "layer_norm_epsilon",
-    },
+    aliases=spelled(
+        "hidden_size=n_embd intermediate_size=n_inner num_attention_heads=n_head num_hidden_layers=n_layer "
+        "max_position_embeddings=n_positions hidden_act=activation_function rms_norm_eps=layer_norm_epsilon"
+    ),
     refuse=refuse_options(
         scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
     ),
@@ -198,23 +166,20 @@ _GPT_NEOX = Architecture(
         "attention_bias": True,
         "mlp_bias": True,
     },
-    hidden_acts=tuple(GELUS),
+    hidden_acts=GELUS,
     attention_bias=True,
     mlp_bias=True,
     has_stacked_projections=True,
     ropes=partial_rope,
     variant=gpt_neox_variant,
-    aliases={
-        "rms_norm_eps": "layer_norm_eps",
-        "partial_rotary_factor": "rotary_pct",
-        "rope_theta": "rotary_emb_base",
-    },
+    aliases=spelled(
+        "rms_norm_eps=layer_norm_eps partial_rotary_factor=rotary_pct rope_theta=rotary_emb_base"
+    ),
 )
 _NEMOTRON = Architecture(
     model_type="nemotron",
     defaults={"norm_eps": 1e-5, "partial_rotary_factor": 0.5},
-    hidden_acts=("relu2",),
-    activation="relu2",
+    hidden_acts=RELU2,
     norms_add_one=True,
     fits_float16=False,
     attention_bias=True,
@@ -228,8 +193,7 @@ GPT_FAMILIES: dict[str, Architecture] = {
     "BitNetForCausalLM": Architecture(
         model_type="bitnet",
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 2048},
-        hidden_acts=("relu2",),
-        activation="relu2_gated",
+        hidden_acts={"relu2": "relu2_gated"},
         fits_float16=False,
         attention_bias=True,
         has_sub_norms=True,
@@ -240,17 +204,15 @@ GPT_FAMILIES: dict[str, Architecture] = {
         model_type="biogpt",
         defaults={**_GPT2.defaults, "hidden_act": "gelu"},
         has_stacked_projections=False,
-        sizes=as_it_is,
         position_rows=opt_positions,
-        scales=biogpt_scales,
+        scales=lambda fields: Scales(embedding=root_of_width_if(fields, "scale_embedding", default=True)),
         aliases={},
         refuse=nothing,
     ),
     "NanoChatForCausalLM": Architecture(
         model_type="nanochat",
         defaults={"max_position_embeddings": 2048, "final_logit_softcapping": 15.0},
-        hidden_acts=("relu2",),
-        activation="relu2",
+        hidden_acts=RELU2,
         fits_float16=False,
         attention_bias=True,
         qk_norm="no_weight",
@@ -258,7 +220,7 @@ GPT_FAMILIES: dict[str, Architecture] = {
         has_norm_weights=False,
         norms_embedding=True,
         ropes=reversed_rope,
-        scales=nanochat_scales,
+        scales=lambda fields: Scales(logits_cap=logits_cap(fields)),
         names={"up_proj": "fc1", "down_proj": "fc2"},
     ),
     "OlmoForCausalLM": Architecture(
@@ -274,22 +236,19 @@ GPT_FAMILIES: dict[str, Architecture] = {
         defaults={
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": 2048,
+            "intermediate_size": four_times_hidden,
             "tie_word_embeddings": True,
         },
-        hidden_acts=tuple(GELUS),
+        hidden_acts=GELUS,
         attention_bias=True,
         mlp_bias=True,
         has_stacked_projections=True,
         variant=falcon_variant,
         sizes=falcon_sizes,
-        aliases={
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
-            "hidden_act": "activation",
-            "rms_norm_eps": "layer_norm_epsilon",
-            "attention_bias": "bias",
-            "mlp_bias": "bias",
-        },
+        aliases=spelled(
+            "intermediate_size=ffn_hidden_size num_attention_heads=n_head num_hidden_layers=n_layer "
+            "hidden_act=activation rms_norm_eps=layer_norm_epsilon attention_bias=bias mlp_bias=bias"
+        ),
         own_code="modeling_falcon.FalconForCausalLM",
         refuse=refuse_options(alibi=False),
     ),
@@ -330,14 +289,11 @@ GPT_FAMILIES: dict[str, Architecture] = {
         },
         has_stacked_projections=False,
         windows=gpt_neo_windows,
-        scales=gpt_neo_scales,
-        aliases={
-            "num_attention_heads": "num_heads",
-            "num_hidden_layers": "num_layers",
-            "hidden_act": "activation_function",
-            "rms_norm_eps": "layer_norm_epsilon",
-            "sliding_window": "window_size",
-        },
+        scales=lambda _fields: Scales(attention=1.0),
+        aliases=spelled(
+            "num_attention_heads=num_heads num_hidden_layers=num_layers hidden_act=activation_function "
+            "rms_norm_eps=layer_norm_epsilon sliding_window=window_size"
+        ),
         refuse=nothing,
     ),
     "GPTNeoXForCausalLM": _GPT_NEOX,
@@ -354,14 +310,11 @@ GPT_FAMILIES: dict[str, Architecture] = {
         model_type="opt",
         defaults={**_GPT2.defaults, "hidden_act": "relu", "max_position_embeddings": 2048},
         has_stacked_projections=False,
-        sizes=as_it_is,
         position_rows=opt_positions,
-        aliases={
-            "intermediate_size": "ffn_dim",
-            "hidden_act": "activation_function",
-            "attention_bias": "enable_bias",
-            "mlp_bias": "enable_bias",
-        },
+        aliases=spelled(
+            "intermediate_size=ffn_dim hidden_act=activation_function attention_bias=enable_bias "
+            "mlp_bias=enable_bias"
+        ),
         refuse=refuse_other_opt,
     ),
     "PhiForCausalLM": _PHI,
@@ -374,12 +327,11 @@ GPT_FAMILIES: dict[str, Architecture] = {
             "mlp_bias": True,
             "tie_word_embeddings": True,
         },
-        hidden_acts=tuple(GELUS),
+        hidden_acts=GELUS,
         attention_bias=True,
         mlp_bias=True,
         block="layer_norm",
         windows=one_window,
-        variant=ungated,
         aliases={"rms_norm_eps": "norm_epsilon", "attention_bias": "use_bias", "mlp_bias": "use_bias"},
         names={"up_proj": "c_fc", "down_proj": "c_proj"},
     ),

@@ -1,57 +1,17 @@
-"""Hybrids of attention and recurrent layers, as `architectures.py` has the other architectures."""
+"""Hybrids of attention and recurrent layers, as `registry.py` has the other architectures."""
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from ..architecture import Architecture, as_it_is
+from .. import moe, rope
+from ..architecture import RELU2, Architecture, as_it_is, four_times_hidden, refuse_options, spelled
 from ..attention import Scales, multiplier, multipliers
 from ..fields import Fields
-from ..moe import (
-    StackedExperts,
-    deepseek_v3_experts,
-    experts_with,
-    granite_hybrid_experts,
-    lfm2_moe_experts,
-    qwen2_moe_experts,
-)
-from ..recurrent.config import falcon_mamba_recurrence, mamba1_recurrence, mamba1_sizes
-from ..recurrent.families import (
-    bamba_recurrence,
-    falcon_h1_recurrence,
-    granite_recurrence,
-    granite_sizes,
-    jamba_experts,
-    jamba_recurrence,
-    kimi_linear_experts,
-    kimi_recurrence,
-    lfm2_recurrence,
-    lfm2_sizes,
-    lfm3_recurrence,
-    lfm3_sizes,
-    lfm3_windows,
-    ling_recurrence,
-    ling_sizes,
-    mamba2_recurrence,
-    mamba2_sizes,
-    nemotron_h_experts,
-    nemotron_h_recurrence,
-    nemotron_h_sizes,
-    olmo_recurrence,
-    qwen3_5_recurrence,
-    qwen3_next_recurrence,
-    refuse_other_kimi,
-    refuse_other_lfm3,
-    refuse_other_nemotron,
-)
-from ..rope import (
-    no_rope,
-    one_rope,
-    partial_rope,
-    rope_if_named,
-    rope_if_theta,
-    ropes_by_type,
-)
+from ..moe import W123, StackedExperts
+from ..recurrent import families as recurrent
+from ..recurrent.config import falcon_mamba_recurrence, gated_delta_nets, mamba1_recurrence, mamba1_sizes
 from .deepseek import deepseek_latent, deepseek_rope, deepseek_scales, deepseek_sizes
 from .siblings import granite_scales
 
@@ -106,8 +66,8 @@ _QWEN3_5 = Architecture(
     qk_norm="heads",
     norms_add_one=True,
     attention_gate="q_proj",
-    ropes=partial_rope,
-    recurrence=qwen3_5_recurrence,
+    ropes=rope.partial_rope,
+    recurrence=partial(gated_delta_nets, is_interleaved=False),
     mtp="qwen",
 )
 
@@ -123,27 +83,19 @@ _QWEN3_5_MOE = replace(
         "shared_expert_intermediate_size": 512,
         "norm_topk_prob": True,
     },
-    experts=experts_with(qwen2_moe_experts, stacked=StackedExperts()),
+    experts=moe.experts_with(moe.qwen2_moe_experts, stacked=StackedExperts()),
 )
 _LFM2 = Architecture(
     model_type="lfm2",
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True},
     qk_norm="heads",
-    recurrence=lfm2_recurrence,
-    sizes=lfm2_sizes,
+    recurrence=recurrent.lfm2_recurrence,
+    sizes=recurrent.lfm2_sizes,
     aliases={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
-    names={
-        "input_layernorm": "operator_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp": "feed_forward",
-        "gate_proj": "w1",
-        "up_proj": "w3",
-        "down_proj": "w2",
-        "o_proj": "out_proj",
-        "q_norm": "q_layernorm",
-        "k_norm": "k_layernorm",
-        "norm": "embedding_norm",
-    },
+    names=spelled(
+        "input_layernorm=operator_norm post_attention_layernorm=ffn_norm mlp=feed_forward gate_proj=w1 "
+        "up_proj=w3 down_proj=w2 o_proj=out_proj q_norm=q_layernorm k_norm=k_layernorm norm=embedding_norm"
+    ),
 )
 _LFM3 = Architecture(
     model_type="lfm3",
@@ -159,37 +111,33 @@ _LFM3 = Architecture(
     qk_norm="heads",
     block="sandwich",
     head_gate_flag="use_attention_gate",
-    windows=lfm3_windows,
-    ropes=ropes_by_type,
-    recurrence=lfm3_recurrence,
-    sizes=lfm3_sizes,
+    windows=recurrent.lfm3_windows,
+    ropes=rope.ropes_by_type,
+    recurrence=recurrent.lfm3_recurrence,
+    sizes=recurrent.lfm3_sizes,
     aliases={"rms_norm_eps": "norm_eps"},
-    names={
-        "input_layernorm": "operator_norm",
-        "post_attention_layernorm": "post_operator_norm",
-        "pre_feedforward_layernorm": "ffn_norm",
-        "post_feedforward_layernorm": "post_ffn_norm",
-        "mlp": "feed_forward",
-        "gate_proj": "w1",
-        "up_proj": "w3",
-        "down_proj": "w2",
-        "g_proj": "gate_proj",
-        "norm": "embedding_norm",
-    },
-    refuse=refuse_other_lfm3,
+    names=spelled(
+        "input_layernorm=operator_norm post_attention_layernorm=post_operator_norm "
+        "pre_feedforward_layernorm=ffn_norm post_feedforward_layernorm=post_ffn_norm mlp=feed_forward "
+        "gate_proj=w1 up_proj=w3 down_proj=w2 g_proj=gate_proj norm=embedding_norm"
+    ),
+    refuse=refuse_options(use_sandwich_norm=True),
 )
 _BAMBA = Architecture(
     model_type="bamba",
     defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     attention_bias=True,
     mlp_bias=True,
-    ropes=partial_rope,
-    recurrence=bamba_recurrence,
-    names={
-        "mlp": "feed_forward",
-        "post_attention_layernorm": "pre_ff_layernorm",
-        "model.norm.weight": "model.final_layernorm.weight",
-    },
+    ropes=rope.partial_rope,
+    recurrence=recurrent.bamba_recurrence,
+    names=spelled(
+        "mlp=feed_forward post_attention_layernorm=pre_ff_layernorm "
+        "model.norm.weight=model.final_layernorm.weight"
+    ),
+)
+MAMBA2: Mapping[str, Any] = {"mamba_n_heads": 128, "mamba_n_groups": 8, "mamba_d_state": 128}
+_MAMBA2_NAMES = (
+    "mamba_n_groups=n_groups mamba_d_conv=conv_kernel mamba_conv_bias=use_conv_bias mamba_proj_bias=use_bias "
 )
 _MAMBA = Architecture(
     model_type="mamba",
@@ -199,18 +147,14 @@ _MAMBA = Architecture(
         "tie_word_embeddings": True,
     },
     block="single",
-    ropes=no_rope,
+    ropes=rope.no_rope,
     recurrence=mamba1_recurrence,
     sizes=mamba1_sizes,
-    aliases={
-        "rms_norm_eps": "layer_norm_epsilon",
-        "mamba_expand": "expand",
-        "mamba_dt_rank": "time_step_rank",
-        "mamba_proj_bias": "use_bias",
-        "mamba_d_conv": "conv_kernel",
-        "mamba_conv_bias": "use_conv_bias",
-        "mamba_d_state": "state_size",
-    },
+    aliases=spelled(
+        "rms_norm_eps=layer_norm_epsilon mamba_expand=expand mamba_dt_rank=time_step_rank "
+        "mamba_proj_bias=use_bias mamba_d_conv=conv_kernel mamba_conv_bias=use_conv_bias "
+        "mamba_d_state=state_size"
+    ),
     names={"input_layernorm": "norm", "mamba": "mixer"},
 )
 
@@ -221,24 +165,24 @@ HYBRIDS: dict[str, Architecture] = {
         model_type="granitemoehybrid",
         attention_bias=True,
         has_stacked_mlp=True,
-        ropes=rope_if_named,
+        ropes=rope.rope_if_named,
         scales=granite_scales,
-        recurrence=granite_recurrence,
-        experts=granite_hybrid_experts,
+        recurrence=recurrent.granite_recurrence,
+        experts=moe.granite_hybrid_experts,
         defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
-        sizes=granite_sizes,
+        sizes=recurrent.granite_sizes,
         names={"mlp": "shared_mlp", "gate_up_proj": "input_linear", "down_proj": "output_linear"},
     ),
     "Qwen3NextForCausalLM": replace(
         _QWEN3_5_MOE,
         model_type="qwen3_next",
         defaults={**_QWEN3_5_MOE.defaults, "num_experts": 512, "num_experts_per_tok": 10},
-        recurrence=qwen3_next_recurrence,
+        recurrence=partial(gated_delta_nets, is_interleaved=True),
     ),
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": replace(_QWEN3_5_MOE, is_nested=True),
     "Lfm2ForCausalLM": _LFM2,
-    "Lfm2MoeForCausalLM": replace(_LFM2, model_type="lfm2_moe", sizes=as_it_is, experts=lfm2_moe_experts),
+    "Lfm2MoeForCausalLM": replace(_LFM2, model_type="lfm2_moe", sizes=as_it_is, experts=moe.lfm2_moe_experts),
     "Lfm3ForCausalLM": _LFM3,
     "Lfm2VlForConditionalGeneration": replace(_LFM2, is_nested=True),
     "Lfm3VlForConditionalGeneration": replace(_LFM3, is_nested=True),
@@ -247,9 +191,9 @@ HYBRIDS: dict[str, Architecture] = {
         _BAMBA,
         model_type="jamba",
         defaults={"num_experts": 16, "num_experts_per_tok": 2, "max_position_embeddings": 262144},
-        ropes=no_rope,
-        recurrence=jamba_recurrence,
-        experts=jamba_experts,
+        ropes=rope.no_rope,
+        recurrence=recurrent.jamba_recurrence,
+        experts=recurrent.jamba_experts,
     ),
     "MambaForCausalLM": _MAMBA,
     "FalconMambaForCausalLM": replace(
@@ -261,14 +205,15 @@ HYBRIDS: dict[str, Architecture] = {
         _BAMBA,
         model_type="falcon_h1",
         defaults={"rms_norm_eps": 1e-5, "mamba_d_ssm": 1024},
-        ropes=one_rope,
+        ropes=rope.one_rope,
         scales=falcon_h1_scales,
-        recurrence=falcon_h1_recurrence,
+        recurrence=recurrent.falcon_h1_recurrence,
     ),
     "NemotronHForCausalLM": Architecture(
         model_type="nemotron_h",
         never_ties=True,
         defaults={
+            **MAMBA2,
             "layer_norm_epsilon": 1e-5,
             "intermediate_size": 21504,
             "moe_intermediate_size": 7688,
@@ -277,19 +222,21 @@ HYBRIDS: dict[str, Architecture] = {
             "num_experts_per_tok": 2,
         },
         head_dim=128,
-        hidden_acts=("relu2",),
-        activation="relu2",
+        hidden_acts=RELU2,
         fits_float16=False,
         mlp_bias=True,
         block="single",
-        ropes=no_rope,
-        recurrence=nemotron_h_recurrence,
-        experts=nemotron_h_experts,
-        sizes=nemotron_h_sizes,
-        aliases={"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act"},
+        ropes=rope.no_rope,
+        recurrence=recurrent.nemotron_h_recurrence,
+        experts=recurrent.nemotron_h_experts,
+        sizes=recurrent.nemotron_h_sizes,
+        aliases=spelled(
+            f"{_MAMBA2_NAMES} mamba_n_heads=mamba_num_heads mamba_d_state=ssm_state_size "
+            "rms_norm_eps=layer_norm_epsilon hidden_act=mlp_hidden_act"
+        ),
         names={"input_layernorm": "norm", "mamba": "mixer", "self_attn": "mixer", "mlp": "mixer"},
         own_code="modeling_nemotron_h.NemotronHForCausalLM",
-        refuse=refuse_other_nemotron,
+        refuse=refuse_options(mamba_hidden_act="silu"),
     ),
     "Mamba2ForCausalLM": Architecture(
         model_type="mamba2",
@@ -299,13 +246,45 @@ HYBRIDS: dict[str, Architecture] = {
             "num_hidden_layers": 64,
             "layer_norm_epsilon": 1e-5,
             "max_position_embeddings": 1 << 18,
+            **MAMBA2,
         },
         block="single",
-        ropes=no_rope,
-        recurrence=mamba2_recurrence,
-        sizes=mamba2_sizes,
-        aliases={"rms_norm_eps": "layer_norm_epsilon"},
+        ropes=rope.no_rope,
+        recurrence=recurrent.mamba2_recurrence,
+        sizes=recurrent.mamba2_sizes,
+        aliases=spelled(
+            f"{_MAMBA2_NAMES} mamba_n_heads=num_heads mamba_d_state=state_size "
+            "rms_norm_eps=layer_norm_epsilon"
+        ),
         names={"input_layernorm": "norm", "mamba": "mixer"},
+    ),
+    "Zamba2ForCausalLM": Architecture(
+        model_type="zamba2",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "intermediate_size": four_times_hidden,
+            "num_key_value_heads": lambda fields: fields.integer("num_attention_heads"),
+            "mamba_n_heads": 8,
+            "mamba_d_state": 64,
+        },
+        hidden_acts={"gelu": "gelu_gated"},
+        mlp_bias=True,
+        block="shared",
+        ropes=lambda fields, *sizes: (
+            rope.one_rope if fields.flag("use_mem_rope", default=False) else rope.no_rope
+        )(fields, *sizes),
+        scales=lambda fields: Scales(attention=(fields.integer("head_dim") / 2) ** -0.5),
+        recurrence=recurrent.zamba2_recurrence,
+        sizes=recurrent.zamba2_sizes,
+        shared=recurrent.zamba2_shared,
+        aliases=spelled(
+            "mamba_n_heads=n_mamba_heads mamba_n_groups=mamba_ngroups mamba_proj_bias=add_bias_linear "
+            "mlp_bias=add_bias_linear"
+        ),
+        names={"model.norm.weight": "model.final_layernorm.weight"},
+        # transformers shares no blocks either where the output head is not the embedding.
+        refuse=refuse_options(tie_word_embeddings=True),
     ),
     "OlmoHybridForCausalLM": Architecture(
         model_type="olmo_hybrid",
@@ -313,18 +292,12 @@ HYBRIDS: dict[str, Architecture] = {
         qk_norm="width",
         block="post_norm",
         recurrent_block="pre_norm",
-        ropes=rope_if_theta,
-        recurrence=olmo_recurrence,
-        names={
-            "in_proj_q": "q_proj",
-            "in_proj_k": "k_proj",
-            "in_proj_v": "v_proj",
-            "in_proj_z": "g_proj",
-            "in_proj_b": "b_proj",
-            "in_proj_a": "a_proj",
-            "out_proj": "o_proj",
-            "norm.weight": "o_norm.weight",
-        },
+        ropes=rope.rope_if_theta,
+        recurrence=recurrent.olmo_recurrence,
+        names=spelled(
+            "in_proj_q=q_proj in_proj_k=k_proj in_proj_v=v_proj in_proj_z=g_proj in_proj_b=b_proj "
+            "in_proj_a=a_proj out_proj=o_proj norm.weight=o_norm.weight"
+        ),
     ),
     "KimiLinearForCausalLM": Architecture(
         model_type="kimi_linear",
@@ -337,15 +310,15 @@ HYBRIDS: dict[str, Architecture] = {
             "routed_scaling_factor": 2.446,
         },
         attention_bias=True,
-        ropes=no_rope,
+        ropes=rope.no_rope,
         latent=deepseek_latent,
         sizes=deepseek_sizes,
         scales=deepseek_scales,
-        recurrence=kimi_recurrence,
-        experts=kimi_linear_experts,
+        recurrence=recurrent.kimi_recurrence,
+        experts=moe.experts_with(moe.deepseek_v3_experts, module="block_sparse_moe", projections=W123),
         aliases=LING_NAMES,
         own_code="modeling_kimi.KimiLinearForCausalLM",
-        refuse=refuse_other_kimi,
+        refuse=refuse_options(mla_use_nope=True, moe_router_activation_func="sigmoid"),
     ),
     "BailingHybridForCausalLM": Architecture(
         model_type="bailing_hybrid",
@@ -362,10 +335,10 @@ HYBRIDS: dict[str, Architecture] = {
         head_gate_flag="use_attention_gate",
         ropes=deepseek_rope,
         latent=deepseek_latent,
-        sizes=ling_sizes,
+        sizes=recurrent.ling_sizes,
         scales=deepseek_scales,
-        recurrence=ling_recurrence,
-        experts=deepseek_v3_experts,
+        recurrence=recurrent.ling_recurrence,
+        experts=moe.deepseek_v3_experts,
         aliases=LING_NAMES,
     ),
 }

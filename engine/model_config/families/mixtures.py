@@ -1,40 +1,16 @@
-"""Mixtures of experts with rules of their own: Cohere 2 MoE, Flint, Kolibri 1, Laguna and MiMo V2 Flash; the
-text of Qwen3-Omni.
+"""Mixtures of experts with rules of their own: Cohere 2 MoE, Laguna, MiMo V2 Flash and
+Step 3.5.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ..architecture import Architecture, refuse_options
-from ..attention import (
-    FULL,
-    SLIDING,
-    LayerSizes,
-    Scales,
-    cohere_scales,
-    layer_types,
-    types_every,
-    types_where,
-    windows_by_type,
-)
-from ..fields import Fields, raw_rope, show
-from ..moe import (
-    ExpertsConfig,
-    deepseek_v3_experts,
-    layers_after_dense,
-    qwen3_moe_experts,
-    selected_of,
-    sparse_layers,
-)
-from ..rope import (
-    LayerRopes,
-    RopeConfig,
-    interleaved_rope,
-    one_rope,
-    partial_ropes_by_type,
-    rope_of_sliding_layers,
-    rope_of_texts,
-)
+from .. import attention, moe, rope
+from ..architecture import Architecture, refuse_options, spelled
+from ..attention import FULL, SLIDING, LayerSizes, Scales
+from ..fields import MAX_LAYERS, Fields, raw_rope, show
+from ..moe import ExpertsConfig, StackedExperts
 
 PATTERNS = (("prefix_dense_", 1), ("", 4))
 
@@ -64,7 +40,6 @@ def cohere2_moe_sizes(fields: Fields) -> dict[str, Any]:
 
 def cohere2_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     """Read experts whose mean with a shared one is taken, with a softmax or sigmoids of the chosen ones."""
-    count, per_token = selected_of(fields, "num_experts")
     scoring = fields.text("expert_selection_fn", "softmax")
     combined = fields.text("shared_expert_combination_strategy", "average")
     if scoring not in {"softmax", "sigmoid"} or combined not in {"average", "sum"}:
@@ -72,70 +47,28 @@ def cohere2_moe_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
             f"expert_selection_fn {scoring!r} with shared_expert_combination_strategy {combined!r} is not "
             "supported, only softmax or sigmoid with average or sum"
         )
-    inner = fields.integer("expert_intermediate_size")
     shared = int(fields.number("num_shared_experts", 0))
     averages = shared > 0 and combined == "average"
-    found = ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=inner,
-        normalized=scoring == "softmax" or fields.flag("norm_topk_prob", default=True),
-        layers=layers_after_dense(fields, layers),
-        scoring="softmax" if scoring == "softmax" else "sigmoid",
+    rule = moe.read_experts(
+        moe.selected_by("num_experts"),
+        moe.layers_after_dense,
+        inner="expert_intermediate_size",
+        normalized=scoring == "softmax" or moe.normalized_if(True),
+        scoring=scoring,
         scale=0.5 if averages else 1.0,
         averages=averages,
-        shared_inner=inner * shared,
+        shared_inner=fields.integer("expert_intermediate_size") * shared,
     )
-    return found if any(found.layers) else None
+    return rule(fields, layers)
 
 
-def cohere2_moe_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
-    """Return one RoPE of neighboring pairs, which layers of full attention do not use, except for dense ones
-    that all have full attention.
-    """
-    (rope,), _ = interleaved_rope(fields, head_dim, positions, layers)
+def cohere2_moe_still_layers(fields: Fields, layers: int) -> list[bool]:
+    """Return True for layers of full attention, except for dense ones that all have full attention."""
     rotated = fields.integer("prefix_dense_sliding_window_pattern", 1) == 1
-    sparse, types = layers_after_dense(fields, layers), layer_types(fields, layers)
-    still = [
+    sparse, types = moe.layers_after_dense(fields, layers), attention.layer_types(fields, layers)
+    return [
         kind == FULL and (is_sparse or not rotated) for kind, is_sparse in zip(types, sparse, strict=True)
     ]
-    return (rope, RopeConfig(rotary_dim=0)), tuple(map(int, still))
-
-
-def cohere2_moe_variant(fields: Fields) -> dict[str, Any]:
-    return {"block": "parallel_rms" if fields.flag("has_rms_norms", default=False) else "parallel"}
-
-
-def experts_beside_shared(fields: Fields, sparse: tuple[bool, ...], **router: Any) -> ExpertsConfig | None:
-    """Read experts of the layers that `sparse` says, beside a shared one of a size of its own."""
-    key = "num_experts" if fields.raw.get("num_local_experts") is None else "num_local_experts"
-    count, per_token = selected_of(fields, key)
-    found = ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("moe_intermediate_size"),
-        layers=sparse,
-        shared_inner=fields.integer("shared_expert_intermediate_size"),
-        **router,
-    )
-    return found if any(sparse) else None
-
-
-def kolibri1_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    normalized = fields.flag("norm_topk_prob", default=False)
-    router = {"scoring": "sigmoid_of_logits", "correction": "gate.e_score_correction_bias"}
-    return experts_beside_shared(fields, (True,) * layers, normalized=normalized, **router)
-
-
-def kolibri1_sizes(fields: Fields) -> dict[str, Any]:
-    """Return the size of an MLP, which no layer has, and the types of layers."""
-    return {"intermediate_size": fields.integer("shared_expert_intermediate_size"), **types_every(5)(fields)}
-
-
-def flint_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    router = {"scoring": "sigmoid", "shared": "shared_expert"}
-    normalized = fields.flag("norm_topk_prob", default=True)
-    return experts_beside_shared(fields, sparse_layers(fields, layers), normalized=normalized, **router)
 
 
 def laguna_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
@@ -153,18 +86,6 @@ def laguna_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
     return tuple(
         LayerSizes(kv_heads=kv_heads, head_dim=head_dim, inner=inner, kv_source=layer, heads=int(each))
         for layer, each in enumerate(heads)
-    )
-
-
-def laguna_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    return experts_beside_shared(
-        fields,
-        layers_after_dense(fields, layers),
-        normalized=True,
-        scoring="sigmoid",
-        scale=fields.number("moe_routed_scaling_factor", 1.0),
-        correction="experts.e_score_correction_bias",
-        shared="shared_expert",
     )
 
 
@@ -230,13 +151,8 @@ def mimo_v2_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
             value_dim=value_dim,
             has_sinks=kind == SLIDING,
         )
-        for layer, kind in enumerate(layer_types(fields, layers))
+        for layer, kind in enumerate(attention.layer_types(fields, layers))
     )
-
-
-def mimo_v2_scales(fields: Fields) -> Scales:
-    value = fields.optional_number("attention_value_scale")
-    return Scales(values=1.0 if value is None else value)
 
 
 def refuse_other_mimo_v2(fields: Fields) -> None:
@@ -248,23 +164,147 @@ def refuse_other_mimo_v2(fields: Fields) -> None:
             )
 
 
+def step3p5_sizes(fields: Fields) -> dict[str, Any]:
+    """Return keys as transformers writes them: published files have lists with entries of MTP layers too."""
+    layers, raw, found = fields.integer("num_hidden_layers", most=MAX_LAYERS), fields.raw, dict[str, Any]()
+    more = layers + int(fields.number("num_nextn_predict_layers", 0))
+    for key in ("layer_types", "mlp_layer_types", *LIMITS):
+        if isinstance(raw.get(key), list) and len(raw[key]) == more:
+            found[key] = raw[key][:layers]
+    types = found.setdefault("layer_types", raw.get("layer_types") or [FULL] * layers)
+    if raw.get("mlp_layer_types") is None:
+        sparse = raw.get("moe_layers_enum")
+        if isinstance(sparse, str):
+            sparse = [int(each) if each.strip().isdecimal() else each for each in sparse.split(",")]
+        sparse = list(range(3, layers)) if sparse is None else sparse
+        sparse = fields.layer_numbers("moe_layers_enum", sparse, layers)
+        found["mlp_layer_types"] = ["sparse" if layer in sparse else "dense" for layer in range(layers)]
+    types, ropes = fields.layer_types(types, layers, FULL, SLIDING), raw_rope(fields)
+    is_by_type = ropes.keys() >= set(types)
+    found["rope_parameters"] = {
+        kind: ropes[kind] if is_by_type else _step3p5_rope(fields, types, kind) for kind in sorted(set(types))
+    }
+    return found | {"rope_theta": None, "rope_scaling": None}
+
+
+def _step3p5_rope(fields: Fields, types: list[str], kind: str) -> dict[str, Any]:
+    """Return the RoPE of a type, from lists with an entry for each layer. Only full attention is scaled."""
+    layer, rope = types.index(kind), {"rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    for key, listed in (("rope_theta", "rope_theta"), ("partial_rotary_factor", "partial_rotary_factors")):
+        each = fields.raw.get(listed)
+        if isinstance(each, list):
+            if len(each) < len(types):
+                raise fields.error(f"{listed} must have a number for each of {len(types)} layers")
+            each = each[layer]
+        rope |= {} if each is None else {key: each}
+    return {**rope, **((fields.mapping("rope_scaling") or {}) if kind == FULL else {})}
+
+
+def step3p5_layers(fields: Fields, layers: int) -> tuple[LayerSizes, ...]:
+    """Return sizes by the type of a layer, which may have other heads with a window, and limits of gates."""
+    kv_heads, head_dim = fields.integer("num_key_value_heads"), fields.integer("head_dim", 128)
+    other = Fields(
+        fields.mapping("attention_other_setting") or {}, f"{fields.where}: attention_other_setting"
+    )
+    other.refuse_others({"num_attention_groups": kv_heads, "head_dim": head_dim}, "in some layers")
+    usual = fields.integer("num_attention_heads")
+    heads = {FULL: usual, SLIDING: other.integer("num_attention_heads", usual)}
+    if fields.raw.get("num_sliding_attention_heads") is not None:
+        heads[SLIDING] = fields.integer("num_sliding_attention_heads")
+    if heads[SLIDING] % kv_heads:
+        raise fields.error(f"{heads[SLIDING]} heads of some layers are no multiple of {kv_heads} KV heads")
+    limits = [_limits(fields, key, layers) for key in LIMITS]
+    inner, types = fields.integer("intermediate_size"), attention.layer_types(fields, layers)
+    return tuple(
+        LayerSizes(
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            inner=inner,
+            kv_source=layer,
+            heads=heads[kind],
+            limit=limit,
+            experts_limit=experts_limit,
+        )
+        for layer, (kind, experts_limit, limit) in enumerate(zip(types, *limits, strict=True))
+    )
+
+
+def _limits(fields: Fields, key: str, layers: int) -> list[float]:
+    """Return a limit of gates for each layer; 0 where there is none."""
+    each = fields.raw.get(key) or [None] * layers
+    if not isinstance(each, list) or len(each) != layers:
+        raise fields.error(f"{key} must have a number or null for each of {layers} layers")
+    found = [Fields({key: one}, fields.where).number(key, 0.0) for one in each]
+    if min(found) < 0:
+        raise fields.error(f"{key} must have no number below 0")
+    return found
+
+
+def _score_scale(fields: Fields) -> float | None:
+    scalar = fields.optional_number("query_pre_attn_scalar")
+    if scalar is not None and scalar <= 0:
+        raise fields.error(f"query_pre_attn_scalar {scalar} must be larger than 0")
+    is_usual = scalar in (None, fields.integer("head_dim", 128))
+    return None if scalar is None or is_usual else scalar**-0.5
+
+
+LIMITS = "swiglu_limits", "swiglu_limits_shared"
 _LAGUNA_ROPES: Mapping[str, Any] = {
     FULL: {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
 }
+_STEP3P5 = Architecture(
+    model_type="step3p5",
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 8,
+        "n_routed_experts": 288,
+        "moe_intermediate_size": 1280,
+        "share_expert_dim": 1280,
+    },
+    head_dim=128,
+    attention_bias=True,
+    qk_norm="heads",
+    norms_add_one=True,
+    head_gate_flag="use_head_wise_attn_gate",
+    sizes=step3p5_sizes,
+    layer_sizes=step3p5_layers,
+    windows=attention.windows_by_type,
+    ropes=rope.partial_ropes_by_type,
+    scales=lambda fields: Scales(attention=_score_scale(fields)),
+    experts=moe.read_experts(
+        moe.selected_by("n_routed_experts"),
+        moe.layers_after_dense,
+        normalized=True,
+        scoring="sigmoid",
+        scale=lambda fields: fields.number("moe_router_scaling_factor", 1.0),
+        shared_inner=moe.integer("share_expert_dim"),
+        module="",
+        router="moe.gate",
+        correction="moe.router_bias",
+        shared="share_expert",
+        stacked=StackedExperts(gate="moe.gate_proj", up="moe.up_proj", down="moe.down_proj"),
+    ),
+    aliases=spelled(
+        "num_key_value_heads=num_attention_groups n_routed_experts=moe_num_experts "
+        "num_experts_per_tok=moe_top_k share_expert_dim=share_expert_dims"
+    ),
+    own_code="modeling_step3p5.Step3p5ForCausalLM",
+    refuse=refuse_options(
+        use_head_wise_attn_gate=True,
+        use_moe_router_bias=True,
+        norm_expert_weight=True,
+        moe_router_activation="sigmoid",
+        mlp_bias=False,
+        yarn_only_types=[FULL],
+    ),
+)
 
 MIXTURES: dict[str, Architecture] = {
-    **dict.fromkeys(
-        ("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration"),
-        Architecture(
-            model_type="qwen3_omni_moe_text",
-            defaults={"rope_theta": 1e6, "num_experts": 128, "norm_topk_prob": True},
-            attention_bias=True,
-            qk_norm="heads",
-            ropes=rope_of_texts(one_rope),
-            experts=qwen3_moe_experts,
-            is_nested=True,
-        ),
+    "Step3p5ForCausalLM": _STEP3P5,
+    "Step3p7ForConditionalGeneration": replace(
+        _STEP3P5, is_nested=True, own_code="modeling_step3p7.Step3p7ForConditionalGeneration"
     ),
     "Cohere2MoeForCausalLM": Architecture(
         model_type="cohere2_moe",
@@ -277,41 +317,12 @@ MIXTURES: dict[str, Architecture] = {
         },
         head_dim=128,
         attention_bias=True,
-        variant=cohere2_moe_variant,
+        variant=lambda fields: {"block": "parallel_rms" if fields.raw["has_rms_norms"] else "parallel"},
         sizes=cohere2_moe_sizes,
-        windows=windows_by_type,
-        ropes=cohere2_moe_ropes,
-        scales=cohere_scales,
+        windows=attention.windows_by_type,
+        ropes=rope.except_in(rope.interleaved_rope, cohere2_moe_still_layers),
+        scales=attention.cohere_scales,
         experts=cohere2_moe_experts,
-    ),
-    "FlintForCausalLM": Architecture(
-        model_type="flint",
-        defaults={"sliding_window": 513, "mlp_only_layers": [0, 1]},
-        head_dim=128,
-        attention_bias=True,
-        has_sinks=True,
-        qk_norm="heads",
-        sizes=types_where(lambda n, layers: n < 2 or n % 4 == 1 or n == layers - 1),
-        windows=windows_by_type,
-        ropes=rope_of_sliding_layers,
-        experts=flint_experts,
-        names={"sinks": "softmax_offset"},
-    ),
-    "Kolibri1ForCausalLM": Architecture(
-        model_type="kolibri1",
-        defaults={"sliding_window": 513},
-        head_dim=128,
-        qk_norm="heads",
-        block="sandwich",
-        sizes=kolibri1_sizes,
-        windows=windows_by_type,
-        ropes=rope_of_sliding_layers,
-        experts=kolibri1_experts,
-        names={
-            "post_attention_layernorm": "post_attn_norm",
-            "pre_feedforward_layernorm": "post_attention_layernorm",
-            "post_feedforward_layernorm": "post_ffn_norm",
-        },
     ),
     "LagunaForCausalLM": Architecture(
         model_type="laguna",
@@ -325,11 +336,18 @@ MIXTURES: dict[str, Architecture] = {
         qk_norm="heads",
         gate_function="softplus",
         variant=laguna_variant,
-        sizes=types_where(lambda _layer, _layers: True),
+        sizes=attention.types_where(lambda _layer, _layers: True),
         layer_sizes=laguna_layers,
-        windows=windows_by_type,
-        ropes=partial_ropes_by_type,
-        experts=laguna_experts,
+        windows=attention.windows_by_type,
+        ropes=rope.partial_ropes_by_type,
+        experts=moe.experts_beside_shared(
+            moe.layers_after_dense,
+            normalized=True,
+            scoring="sigmoid",
+            scale=lambda fields: fields.number("moe_routed_scaling_factor", 1.0),
+            correction="experts.e_score_correction_bias",
+            shared="shared_expert",
+        ),
         own_code="modeling_laguna.LagunaForCausalLM",
         refuse=refuse_other_laguna,
     ),
@@ -346,10 +364,10 @@ MIXTURES: dict[str, Architecture] = {
         has_sinks=True,
         sizes=mimo_v2_sizes,
         layer_sizes=mimo_v2_layers,
-        windows=windows_by_type,
-        ropes=partial_ropes_by_type,
-        scales=mimo_v2_scales,
-        experts=deepseek_v3_experts,
+        windows=attention.windows_by_type,
+        ropes=rope.partial_ropes_by_type,
+        scales=lambda fields: Scales(values=fields.number("attention_value_scale", 1.0)),
+        experts=moe.deepseek_v3_experts,
         aliases={"rms_norm_eps": "layernorm_epsilon"},
         names={"sinks": "attention_sink_bias"},
         own_code="modeling_mimo_v2_flash.MiMoV2FlashForCausalLM",

@@ -1,42 +1,18 @@
-"""Llama 4, AFMoE, Ling 2.0, OLMo 2 and 3, FlexOlmo and Phi-MoE, the language models of Idefics3, SmolVLM,
-GLM-4V, GLM-OCR, PaddleOCR-VL and InternVL, and Llamas under other names, DeciLM, EXAONE 3, InternLM 2 and
-3 and IQuest-Coder: defaults, rules and entries of `architectures.py`.
+"""Llama 4, AFMoE, Flint, Kolibri 1, Ling 2.0, OLMo 2 and 3, FlexOlmo and Phi-MoE, the language models of
+Idefics3, SmolVLM, GLM-4V, GLM-OCR, PaddleOCR-VL and InternVL, and Llamas under other names, DeciLM, EXAONE 3,
+InternLM 2 and 3 and IQuest-Coder: defaults, rules and entries of `registry.py`.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..architecture import Architecture, refuse_options
-from ..attention import (
-    Scales,
-    Windows,
-    decilm_layers,
-    decilm_sizes,
-    one_window,
-    types_by_pattern,
-    windows_by_type,
-)
+from .. import attention, moe, rope
+from ..architecture import Architecture, four_times_hidden, refuse_options, spelled
+from ..attention import Scales, Windows
 from ..fields import Fields
-from ..moe import (
-    ExpertsConfig,
-    StackedExperts,
-    deepseek_v3_experts,
-    experts_with,
-    olmoe_experts,
-    selected_of,
-)
-from ..rope import (
-    LayerRopes,
-    RopeConfig,
-    interleaved_rope,
-    olmo3_ropes,
-    one_rope,
-    partial_rope,
-    rope_of_sliding_layers,
-    rope_of_texts,
-    rotating_layers,
-)
+from ..moe import W123, StackedExperts
+from ..rope import LayerRopes, RopeConfig
 
 LLAMA4: Mapping[str, Any] = {
     "vocab_size": 202048,
@@ -72,7 +48,7 @@ def llama4_windows(fields: Fields, layers: int) -> Windows:
     """
     types = fields.raw.get("layer_types")
     if types is None:
-        types = [_CHUNKED if turns else _FULL for turns in rotating_layers(fields, layers)]
+        types = [_CHUNKED if turns else _FULL for turns in rope.rotating_layers(fields, layers)]
     types = fields.layer_types(types, layers, _CHUNKED, _FULL)
     size = fields.integer("attention_chunk_size") if _CHUNKED in types else 0
     return tuple(-size if name == _CHUNKED else None for name in types)
@@ -82,7 +58,7 @@ def llama4_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> 
     """Return a RoPE of neighboring pairs, and none for some layers, whose queries grow with their
     position.
     """
-    (rope,), _ = interleaved_rope(fields, head_dim, positions, layers)
+    (turned,), _ = rope.interleaved_rope(fields, head_dim, positions, layers)
     still = RopeConfig(rotary_dim=0)
     tuning = fields.raw.get("attn_temperature_tuning", True)
     if type(tuning) not in (bool, int):
@@ -92,72 +68,32 @@ def llama4_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> 
         if not 0.0 <= growth <= 65536.0:
             raise fields.error(f"attn_scale {growth} must be from 0 to 65536")
         still = replace(still, query_growth=growth, original_context=floor, growth_start=1)
-    return (rope, still), tuple(0 if turns else 1 for turns in rotating_layers(fields, layers))
+    return (turned, still), tuple(0 if turns else 1 for turns in rope.rotating_layers(fields, layers))
 
 
-def llama4_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read experts whose inputs are scaled by the sigmoid of their logit, beside a shared expert."""
-    count, per_token = selected_of(fields, "num_local_experts")
+def llama4_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return True for the layers of `moe_layers`, or for each `interleave_moe_layer_step`-th."""
     sparse = fields.raw.get("moe_layers")
     if sparse is None:
         step = fields.integer("interleave_moe_layer_step", 1)
         sparse = list(range(step - 1, layers, step))
-    if not (sparse := fields.layer_numbers("moe_layers", sparse, layers)):
-        return None
-    inner = fields.integer("expert_intermediate_size")
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=inner,
-        normalized=False,
-        layers=tuple(layer in sparse for layer in range(layers)),
-        scoring="sigmoid",
-        scales_inputs=True,
-        shared_inner=inner,
-        router="router",
-        shared="shared_expert",
-        stacked=StackedExperts(is_transposed=True, turns_adapters=True),
-    )
+    sparse = fields.layer_numbers("moe_layers", sparse, layers)
+    return tuple(layer in sparse for layer in range(layers))
 
 
-def phimoe_experts(fields: Fields, layers: int) -> ExpertsConfig:
-    """Read experts that SparseMixer selects."""
-    count, per_token = selected_of(fields, "num_local_experts")
+def phimoe_jitter(fields: Fields) -> float:
     jitter = fields.number("router_jitter_noise", 0.01)
     if not 0.0 < jitter <= 1.0:
         raise fields.error(f"router_jitter_noise {jitter} must be more than 0 and at most 1")
-    if per_token != 2:
-        raise fields.error(f"num_experts_per_tok {per_token} is not supported of this architecture, only 2")
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("intermediate_size"),
-        normalized=False,
-        layers=(True,) * layers,
-        jitter=jitter,
-        module="block_sparse_moe",
-        projections=("w1", "w3", "w2"),
-    )
+    return jitter
 
 
-def afmoe_scales(fields: Fields) -> Scales:
-    is_scaled = fields.flag("mup_enabled", default=False)
-    return Scales(embedding=fields.integer("hidden_size") ** 0.5 if is_scaled else 1.0)
-
-
-def exaone_sizes(fields: Fields) -> dict[str, Any]:
-    return {"intermediate_size": fields.integer("intermediate_size", 4 * fields.integer("hidden_size"))}
-
-
-def refuse_other_ling(fields: Fields) -> None:
-    for key in ("moe_router_enable_expert_bias", "norm_topk_prob"):
-        if not fields.flag(key, default=True):
-            raise fields.error(f"{key} false is not supported of a Ling")
-
-
-def refuse_other_afmoe(fields: Fields) -> None:
-    usual = {"attention_bias": False, "score_func": "sigmoid", "route_norm": True}
-    fields.refuse_others(usual, "of an AFMoE")
+def kolibri1_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the size of an MLP, which no layer has, and the types of layers."""
+    return {
+        "intermediate_size": fields.integer("shared_expert_intermediate_size"),
+        **attention.types_every(5)(fields),
+    }
 
 
 _LLAMA4 = Architecture(
@@ -171,7 +107,18 @@ _LLAMA4 = Architecture(
     sizes=llama4_sizes,
     windows=llama4_windows,
     ropes=llama4_ropes,
-    experts=llama4_experts,
+    experts=moe.read_experts(
+        moe.selected_by("num_local_experts"),
+        llama4_layers,
+        inner="expert_intermediate_size",
+        normalized=False,
+        scoring="sigmoid",
+        scales_inputs=True,
+        shared_inner=moe.integer("expert_intermediate_size"),
+        router="router",
+        shared="shared_expert",
+        stacked=StackedExperts(is_transposed=True, turns_adapters=True),
+    ),
     names={"mlp": "feed_forward"},
 )
 _PHIMOE = Architecture(
@@ -180,10 +127,18 @@ _PHIMOE = Architecture(
     attention_bias=True,
     block="layer_norm",
     head_bias_flag="lm_head_bias",
-    windows=one_window,
-    ropes=one_rope,
-    experts=phimoe_experts,
+    windows=attention.one_window,
+    ropes=rope.one_rope,
+    experts=moe.read_experts(
+        moe.selected_by("num_local_experts"),
+        inner="intermediate_size",
+        normalized=False,
+        jitter=phimoe_jitter,
+        module="block_sparse_moe",
+        projections=W123,
+    ),
     own_code="modeling_phimoe.PhiMoEForCausalLM",
+    refuse=refuse_options(num_experts_per_tok=2),
 )
 _OLMO2 = Architecture(
     model_type="olmo2",
@@ -201,13 +156,12 @@ _GLM_OCR = Architecture(
     defaults={"rms_norm_eps": 1e-5},
     block="sandwich",
     has_stacked_mlp=True,
-    ropes=rope_of_texts(interleaved_rope),
+    ropes=rope.rope_of_texts(rope.interleaved_rope),
     is_nested=True,
-    names={
-        "post_attention_layernorm": "post_self_attn_layernorm",
-        "pre_feedforward_layernorm": "post_attention_layernorm",
-        "post_feedforward_layernorm": "post_mlp_layernorm",
-    },
+    names=spelled(
+        "post_attention_layernorm=post_self_attn_layernorm "
+        "pre_feedforward_layernorm=post_attention_layernorm post_feedforward_layernorm=post_mlp_layernorm"
+    ),
 )
 _GLM4V = replace(_GLM_OCR, model_type="glm4v_text", qkv_bias=True)
 _PADDLEOCR_VL = Architecture(
@@ -216,7 +170,7 @@ _PADDLEOCR_VL = Architecture(
     head_dim=128,
     attention_bias=True,
     mlp_bias=True,
-    ropes=rope_of_texts(one_rope),
+    ropes=rope.rope_of_texts(rope.one_rope),
     aliases={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
     is_nested=True,
     own_code="modeling_paddleocr_vl.PaddleOCRVLForConditionalGeneration",
@@ -239,24 +193,23 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         qk_norm="heads",
         attention_gate="gate_proj",
         block="sandwich",
-        sizes=types_by_pattern,
-        windows=windows_by_type,
-        ropes=rope_of_sliding_layers,
-        experts=experts_with(deepseek_v3_experts, router="router.gate", correction="expert_bias"),
-        scales=afmoe_scales,
-        aliases={
-            "sliding_window_pattern": "global_attn_every_n_layers",
-            "first_k_dense_replace": "num_dense_layers",
-            "n_routed_experts": "num_experts",
-            "n_shared_experts": "num_shared_experts",
-            "routed_scaling_factor": "route_scale",
-        },
-        names={
-            "pre_feedforward_layernorm": "pre_mlp_layernorm",
-            "post_feedforward_layernorm": "post_mlp_layernorm",
-        },
+        sizes=attention.types_by_pattern,
+        windows=attention.windows_by_type,
+        ropes=rope.rope_of_sliding_layers,
+        experts=moe.experts_with(moe.deepseek_v3_experts, router="router.gate", correction="expert_bias"),
+        scales=lambda fields: Scales(
+            embedding=attention.root_of_width_if(fields, "mup_enabled", default=False)
+        ),
+        aliases=spelled(
+            "sliding_window_pattern=global_attn_every_n_layers first_k_dense_replace=num_dense_layers "
+            "n_routed_experts=num_experts n_shared_experts=num_shared_experts "
+            "routed_scaling_factor=route_scale"
+        ),
+        names=spelled(
+            "pre_feedforward_layernorm=pre_mlp_layernorm post_feedforward_layernorm=post_mlp_layernorm"
+        ),
         own_code="modeling_afmoe.AfmoeForCausalLM",
-        refuse=refuse_other_afmoe,
+        refuse=refuse_options(attention_bias=False, score_func="sigmoid", route_norm=True),
     ),
     "BailingMoeV2ForCausalLM": Architecture(
         model_type="bailing_moe",
@@ -276,28 +229,59 @@ OTHER_FAMILIES: dict[str, Architecture] = {
         qk_norm="heads",
         qk_norm_flag="use_qk_norm",
         has_stacked_projections=True,
-        ropes=partial_rope,
-        experts=deepseek_v3_experts,
-        aliases={
-            "attention_bias": "use_qkv_bias",
-            "attention_out_bias": "use_bias",
-            "n_routed_experts": "num_experts",
-            "n_shared_experts": "num_shared_experts",
-            "scoring_func": "score_function",
-        },
+        ropes=rope.partial_rope,
+        experts=moe.deepseek_v3_experts,
+        aliases=spelled(
+            "attention_bias=use_qkv_bias attention_out_bias=use_bias n_routed_experts=num_experts "
+            "n_shared_experts=num_shared_experts scoring_func=score_function"
+        ),
         own_code="modeling_bailing_moe_v2.BailingMoeV2ForCausalLM",
-        refuse=refuse_other_ling,
+        refuse=refuse_options(moe_router_enable_expert_bias=True, norm_topk_prob=True),
+    ),
+    "FlintForCausalLM": Architecture(
+        model_type="flint",
+        defaults={"sliding_window": 513, "mlp_only_layers": [0, 1]},
+        head_dim=128,
+        attention_bias=True,
+        has_sinks=True,
+        qk_norm="heads",
+        sizes=attention.types_where(lambda n, layers: n < 2 or n % 4 == 1 or n == layers - 1),
+        windows=attention.windows_by_type,
+        ropes=rope.rope_of_sliding_layers,
+        experts=moe.experts_beside_shared(
+            moe.sparse_layers, normalized=moe.normalized_if(True), scoring="sigmoid", shared="shared_expert"
+        ),
+        names={"sinks": "softmax_offset"},
+    ),
+    "Kolibri1ForCausalLM": Architecture(
+        model_type="kolibri1",
+        defaults={"sliding_window": 513},
+        head_dim=128,
+        qk_norm="heads",
+        block="sandwich",
+        sizes=kolibri1_sizes,
+        windows=attention.windows_by_type,
+        ropes=rope.rope_of_sliding_layers,
+        experts=moe.experts_beside_shared(
+            normalized=moe.normalized_if(False),
+            scoring="sigmoid_of_logits",
+            correction="gate.e_score_correction_bias",
+        ),
+        names=spelled(
+            "post_attention_layernorm=post_attn_norm pre_feedforward_layernorm=post_attention_layernorm "
+            "post_feedforward_layernorm=post_ffn_norm"
+        ),
     ),
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(
         _OLMO2,
         model_type="olmo3",
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
-        windows=windows_by_type,
-        ropes=olmo3_ropes,
+        windows=attention.windows_by_type,
+        ropes=rope.olmo3_ropes,
     ),
     "FlexOlmoForCausalLM": replace(
-        _OLMO2, model_type="flex_olmo", defaults={"rope_theta": 500000.0}, experts=olmoe_experts
+        _OLMO2, model_type="flex_olmo", defaults={"rope_theta": 500000.0}, experts=moe.olmoe_experts
     ),
     "Llama4ForCausalLM": _LLAMA4,
     "Llama4ForConditionalGeneration": replace(_LLAMA4, is_nested=True),
@@ -323,27 +307,28 @@ OTHER_FAMILIES: dict[str, Architecture] = {
             "moe_intermediate_size": 1408,
         },
         attention_bias=True,
-        ropes=rope_of_texts(partial_rope),
-        experts=deepseek_v3_experts,
+        ropes=rope.rope_of_texts(rope.partial_rope),
+        experts=moe.deepseek_v3_experts,
         is_nested=True,
     ),
     "DeciLMForCausalLM": Architecture(
         model_type="nemotron-nas",
         attention_bias=True,
         mlp_bias=True,
-        sizes=decilm_sizes,
-        layer_sizes=decilm_layers,
+        sizes=attention.decilm_sizes,
+        layer_sizes=attention.decilm_layers,
         own_code="modeling_decilm.DeciLMForCausalLM",
     ),
     "ExaoneForCausalLM": Architecture(
         model_type="exaone",
-        defaults={"max_position_embeddings": 2048, "tie_word_embeddings": True},
-        sizes=exaone_sizes,
-        aliases={
-            "num_hidden_layers": "num_layers",
-            "hidden_act": "activation_function",
-            "rms_norm_eps": "layer_norm_epsilon",
+        defaults={
+            "intermediate_size": four_times_hidden,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
         },
+        aliases=spelled(
+            "num_hidden_layers=num_layers hidden_act=activation_function rms_norm_eps=layer_norm_epsilon"
+        ),
         own_code="modeling_exaone.ExaoneForCausalLM",
     ),
     "InternLM2ForCausalLM": Architecture(

@@ -6,43 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..architecture import Architecture
-from ..attention import (
-    FULL,
-    SLIDING,
-    Scales,
-    Windows,
-    multiplier,
-    types_by_pattern,
-    types_where,
-    windows_by_type,
-    windows_if_used,
-    windows_of_later_layers,
-)
+from .. import attention, moe, rope
+from ..architecture import RELU2, Architecture, spelled
+from ..attention import FULL, SLIDING, Scales, Windows
 from ..fields import Fields
-from ..moe import (
-    ExpertsConfig,
-    StackedExperts,
-    deepseek_v3_experts,
-    experts_with,
-    granite_hybrid_experts,
-    granite_moe_experts,
-    layers_after_dense,
-    qwen3_moe_experts,
-    selected_of,
-)
+from ..moe import ExpertsConfig, StackedExperts
 from ..recurrent.families import granite_sizes
-from ..rope import (
-    LayerRopes,
-    RopeConfig,
-    interleaved_rope,
-    olmo3_ropes,
-    one_rope,
-    parse_rope,
-    rope_of_alpha,
-    rope_of_sliding_layers,
-    rope_of_texts,
-)
+from ..rope import LayerRopes, RopeConfig
 
 _LLAMA3_ROPE: Mapping[str, Any] = {
     "rope_type": "llama3",
@@ -55,7 +25,7 @@ _LLAMA3_ROPE: Mapping[str, Any] = {
 _MELLUM_ROPES: Mapping[str, Any] = {FULL: {"rope_theta": 5e5}, SLIDING: {"rope_theta": 1e4}}
 
 
-types_first_of_four = types_where(lambda layer, _layers: layer % 4 == 0)
+types_first_of_four = attention.types_where(lambda layer, _layers: layer % 4 == 0)
 
 
 def refuse_shared_layers(fields: Fields) -> None:
@@ -68,22 +38,15 @@ def refuse_without_post_norms(fields: Fields) -> None:
         raise fields.error("use_post_norm false is not supported")
 
 
-def mellum_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read experts in the layers that `mlp_layer_types` calls sparse, by default in all."""
-    sparse = layers_after_dense(fields.replace(first_k_dense_replace=0, moe_layer_freq=1), layers)
-    dense = [layer for layer in range(layers) if not sparse[layer]]
-    return qwen3_moe_experts(fields.replace(mlp_only_layers=dense), layers)
-
-
 def dots1_windows(fields: Fields, layers: int) -> Windows:
     """Return windows by `layer_types`, or from `max_window_layers` on."""
     most = {"use_sliding_window": True, "max_window_layers": fields.number("max_window_layers", layers)}
-    return windows_of_later_layers(fields.replace(**most), layers)
+    return attention.windows_of_later_layers(fields.replace(**most), layers)
 
 
 def ropes_by_theta(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
     """Return a RoPE for each base in `layer_rope_theta`, of which 0 is none (NoPE)."""
-    base = parse_rope(fields, head_dim, positions)
+    base = rope.parse_rope(fields, head_dim, positions)
     bases = (
         fields.numbers("layer_rope_theta") if fields.raw.get("layer_rope_theta") else (base.theta,) * layers
     )
@@ -95,35 +58,20 @@ def ropes_by_theta(fields: Fields, head_dim: int, positions: int, layers: int) -
 
 
 def granite_scales(fields: Fields) -> Scales:
-    residual = multiplier(fields, "residual_multiplier")
+    residual = attention.multiplier(fields, "residual_multiplier")
     return Scales(
-        embedding=multiplier(fields, "embedding_multiplier") / residual,
-        attention=multiplier(fields, "attention_multiplier"),
+        embedding=attention.multiplier(fields, "embedding_multiplier") / residual,
+        attention=attention.multiplier(fields, "attention_multiplier"),
         residual=residual,
-        logits=1 / multiplier(fields, "logits_scaling"),
+        logits=1 / attention.multiplier(fields, "logits_scaling"),
     )
 
 
 def hyperclova_scales(fields: Fields) -> Scales:
     """Return the multipliers of a Granite, but for logits, which are multiplied."""
     found = granite_scales(fields)
-    attention = found.attention if fields.raw.get("attention_multiplier") is not None else None
-    return replace(found, attention=attention, logits=multiplier(fields, "logits_scaling"))
-
-
-def granite_shared_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read experts, beside an MLP of each layer where `shared_intermediate_size` is not 0."""
-    if fields.raw.get("expert_intermediate_size") is None:
-        return granite_moe_experts(fields, layers)
-    return granite_hybrid_experts(fields, layers)
-
-
-def granite_swa_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read the same under the names that transformers 5 gives experts."""
-    found = granite_shared_experts(fields, layers)
-    at = "" if found is None or found.module else "block_sparse_moe."
-    stacked = StackedExperts(gate_up=f"{at}experts.gate_up_proj", down=f"{at}experts.down_proj")
-    return found and replace(found, router=f"{at}router", stacked=stacked)
+    scores = found.attention if fields.raw.get("attention_multiplier") is not None else None
+    return replace(found, attention=scores, logits=attention.multiplier(fields, "logits_scaling"))
 
 
 def granite_shared_sizes(fields: Fields) -> Mapping[str, Any]:
@@ -134,26 +82,35 @@ def granite_swa_sizes(fields: Fields) -> Mapping[str, Any]:
     return {**granite_shared_sizes(fields), **types_first_of_four(fields)}
 
 
-def hunyuan_moe_experts(fields: Fields, layers: int) -> ExpertsConfig:
-    raw = dict(fields.raw)
+def layers_without_dense(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return True for each layer that `mlp_layer_types` calls sparse, by default for all."""
+    return moe.layers_after_dense(fields.replace(first_k_dense_replace=0, moe_layer_freq=1), layers)
+
+
+def granite_shared_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read experts, beside an MLP of each layer where `shared_intermediate_size` is not 0."""
+    has_mlp = fields.raw.get("expert_intermediate_size") is not None
+    return (moe.granite_hybrid_experts if has_mlp else moe.granite_moe_experts)(fields, layers)
+
+
+def granite_swa_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read the same under the names that transformers 5 gives experts."""
+    found = granite_shared_experts(fields, layers)
+    at = "" if found is None or found.module else "block_sparse_moe."
+    stacked = StackedExperts(gate_up=f"{at}experts.gate_up_proj", down=f"{at}experts.down_proj")
+    return found and replace(found, router=f"{at}router", stacked=stacked)
+
+
+def same_in_all_layers(fields: Fields) -> tuple[int, int]:
+    """Read the numbers of experts, which may be lists with the same number for each layer."""
+    layers, same = fields.integer("num_hidden_layers"), dict[str, object]()
     for key in ("num_experts", "moe_topk"):
-        each = raw.get(key)
+        each = fields.raw.get(key)
         if isinstance(each, list):
             if len(each) < layers or len(set(each[:layers])) != 1:
                 raise fields.error(f"{key} must be the same for each of {layers} layers")
-            raw[key] = each[0]
-    count, per_token = selected_of(Fields(raw, fields.where), "num_experts", "moe_topk")
-    inner = fields.integer("intermediate_size")
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=inner,
-        normalized=True,
-        layers=(True,) * layers,
-        shared_inner=inner,
-        router="gate.wg",
-        shared="shared_mlp",
-    )
+            same[key] = each[0]
+    return moe.selected_by("num_experts", top_k="moe_topk")(fields.replace(**same))
 
 
 _HUNYUAN = Architecture(
@@ -162,7 +119,7 @@ _HUNYUAN = Architecture(
     attention_bias=True,
     qk_norm="heads",
     norms_after_rope=True,
-    ropes=rope_of_alpha,
+    ropes=rope.rope_of_alpha,
     names={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
     refuse=refuse_shared_layers,
 )
@@ -182,8 +139,8 @@ _QWEN2_VL = Architecture(
     model_type="qwen2_vl_text",
     defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 1e6},
     qkv_bias=True,
-    windows=windows_of_later_layers,
-    ropes=rope_of_texts(one_rope),
+    windows=attention.windows_of_later_layers,
+    ropes=rope.rope_of_texts(rope.one_rope),
     is_nested=True,
 )
 _QWEN3_VL = Architecture(
@@ -192,7 +149,7 @@ _QWEN3_VL = Architecture(
     head_dim=128,
     attention_bias=True,
     qk_norm="heads",
-    ropes=rope_of_texts(one_rope),
+    ropes=rope.rope_of_texts(rope.one_rope),
     is_nested=True,
 )
 
@@ -200,8 +157,7 @@ SIBLINGS: dict[str, Architecture] = {
     "ArceeForCausalLM": Architecture(
         model_type="arcee",
         defaults={"rms_norm_eps": 1e-5},
-        hidden_acts=("relu2",),
-        activation="relu2",
+        hidden_acts=RELU2,
         fits_float16=False,
         attention_bias=True,
         mlp_bias=True,
@@ -217,7 +173,7 @@ SIBLINGS: dict[str, Architecture] = {
         head_dim=128,
         mlp_bias=True,
         sizes=types_first_of_four,
-        windows=windows_by_type,
+        windows=attention.windows_by_type,
     ),
     "Dots1ForCausalLM": Architecture(
         model_type="dots1",
@@ -225,7 +181,7 @@ SIBLINGS: dict[str, Architecture] = {
         attention_bias=True,
         qk_norm="heads",
         windows=dots1_windows,
-        experts=deepseek_v3_experts,
+        experts=moe.deepseek_v3_experts,
     ),
     "ExaoneMoeForCausalLM": Architecture(
         model_type="exaone_moe",
@@ -240,10 +196,10 @@ SIBLINGS: dict[str, Architecture] = {
             "routed_scaling_factor": 2.5,
         },
         qk_norm="heads",
-        sizes=types_by_pattern,
-        windows=windows_by_type,
-        ropes=rope_of_sliding_layers,
-        experts=experts_with(deepseek_v3_experts, correction="e_score_correction_bias"),
+        sizes=attention.types_by_pattern,
+        windows=attention.windows_by_type,
+        ropes=rope.rope_of_sliding_layers,
+        experts=moe.experts_with(moe.deepseek_v3_experts, correction="e_score_correction_bias"),
         aliases={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
     ),
     "GraniteMoeSharedForCausalLM": _GRANITE_SHARED,
@@ -255,7 +211,7 @@ SIBLINGS: dict[str, Architecture] = {
         has_sinks=True,
         scales=granite_scales,
         sizes=types_first_of_four,
-        windows=windows_by_type,
+        windows=attention.windows_by_type,
         ropes=ropes_by_theta,
     ),
     "GraniteMoeSWAForCausalLM": replace(
@@ -266,7 +222,7 @@ SIBLINGS: dict[str, Architecture] = {
         sizes=granite_swa_sizes,
         experts=granite_swa_experts,
         names={**_GRANITE_SHARED.names, **{name: name for name in _SWA_EXPERTS}},
-        windows=windows_by_type,
+        windows=attention.windows_by_type,
         ropes=ropes_by_theta,
     ),
     "HeliumForCausalLM": Architecture(
@@ -275,10 +231,21 @@ SIBLINGS: dict[str, Architecture] = {
         head_dim=128,
         attention_bias=True,
         mlp_bias=True,
-        ropes=interleaved_rope,
+        ropes=rope.interleaved_rope,
     ),
     "HunYuanDenseV1ForCausalLM": _HUNYUAN,
-    "HunYuanMoEV1ForCausalLM": replace(_HUNYUAN, model_type="hunyuan_v1_moe", experts=hunyuan_moe_experts),
+    "HunYuanMoEV1ForCausalLM": replace(
+        _HUNYUAN,
+        model_type="hunyuan_v1_moe",
+        experts=moe.read_experts(
+            same_in_all_layers,
+            inner="intermediate_size",
+            normalized=True,
+            shared_inner=moe.integer("intermediate_size"),
+            router="gate.wg",
+            shared="shared_mlp",
+        ),
+    ),
     "HYV3ForCausalLM": Architecture(
         model_type="hy_v3",
         defaults={
@@ -294,14 +261,13 @@ SIBLINGS: dict[str, Architecture] = {
         head_dim=128,
         attention_bias=True,
         qk_norm="heads",
-        experts=experts_with(
-            deepseek_v3_experts, router="router.gate", correction="expert_bias", shared="shared_mlp"
+        experts=moe.experts_with(
+            moe.deepseek_v3_experts, router="router.gate", correction="expert_bias", shared="shared_mlp"
         ),
-        aliases={
-            "n_routed_experts": "num_experts",
-            "n_shared_experts": "num_shared_experts",
-            "routed_scaling_factor": "router_scaling_factor",
-        },
+        aliases=spelled(
+            "n_routed_experts=num_experts n_shared_experts=num_shared_experts "
+            "routed_scaling_factor=router_scaling_factor"
+        ),
     ),
     "HyperCLOVAXForCausalLM": Architecture(
         model_type="hyperclovax",
@@ -309,11 +275,10 @@ SIBLINGS: dict[str, Architecture] = {
         mlp_bias=True,
         block="sandwich",
         scales=hyperclova_scales,
-        names={
-            "post_attention_layernorm": "post_norm1",
-            "pre_feedforward_layernorm": "post_attention_layernorm",
-            "post_feedforward_layernorm": "post_norm2",
-        },
+        names=spelled(
+            "post_attention_layernorm=post_norm1 pre_feedforward_layernorm=post_attention_layernorm "
+            "post_feedforward_layernorm=post_norm2"
+        ),
         own_code="modeling_hyperclovax.HyperCLOVAXForCausalLM",
         refuse=refuse_without_post_norms,
     ),
@@ -323,16 +288,18 @@ SIBLINGS: dict[str, Architecture] = {
         head_dim=128,
         attention_bias=True,
         qk_norm="heads",
-        sizes=types_where(lambda _layer, _layers: True),
-        windows=windows_by_type,
-        ropes=olmo3_ropes,
-        experts=mellum_experts,
+        sizes=attention.types_where(lambda _layer, _layers: True),
+        windows=attention.windows_by_type,
+        ropes=rope.olmo3_ropes,
+        experts=moe.read_experts(
+            moe.softmax_over_all, layers_without_dense, normalized=moe.normalized_if(False)
+        ),
     ),
     "MinistralForCausalLM": Architecture(
         model_type="ministral",
         defaults={"sliding_window": 4096},
-        sizes=types_where(lambda _layer, _layers: False),
-        windows=windows_by_type,
+        sizes=attention.types_where(lambda _layer, _layers: False),
+        windows=attention.windows_by_type,
     ),
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": replace(_QWEN2_VL, model_type="qwen2_5_vl_text"),
@@ -348,6 +315,18 @@ SIBLINGS: dict[str, Architecture] = {
             defaults={"sliding_window": 32768, "rope_theta": 1e6, "tie_word_embeddings": True},
         ),
     ),
+    **dict.fromkeys(
+        ("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+        Architecture(
+            model_type="qwen3_omni_moe_text",
+            defaults={"rope_theta": 1e6, "num_experts": 128, "norm_topk_prob": True},
+            attention_bias=True,
+            qk_norm="heads",
+            ropes=rope.rope_of_texts(rope.one_rope),
+            experts=moe.qwen3_moe_experts,
+            is_nested=True,
+        ),
+    ),
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": replace(
         _QWEN3_VL,
@@ -360,8 +339,8 @@ SIBLINGS: dict[str, Architecture] = {
             "norm_topk_prob": True,
         },
         aliases={"num_experts": "num_local_experts"},
-        windows=windows_if_used,
-        experts=experts_with(qwen3_moe_experts, stacked=StackedExperts(is_transposed=True)),
+        windows=attention.windows_if_used,
+        experts=moe.experts_with(moe.qwen3_moe_experts, stacked=StackedExperts(is_transposed=True)),
     ),
     "SolarOpenForCausalLM": Architecture(
         model_type="solar_open",
@@ -378,7 +357,7 @@ SIBLINGS: dict[str, Architecture] = {
         },
         head_dim=128,
         attention_bias=True,
-        experts=deepseek_v3_experts,
+        experts=moe.deepseek_v3_experts,
     ),
 }
 """Siblings by the class name in `architectures` of config.json."""

@@ -95,6 +95,26 @@ class RecurrentConfig:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBlocksConfig:
+    """Blocks of attention and MLP that several layers share (Zamba2), before the recurrent layer of each.
+    They read the embedding beside the residual.
+    """
+
+    layers: tuple[int, ...]
+    """Layers with such a block, which is that of `layers[n % blocks]` in the n-th of them."""
+    blocks: int
+    rank: int
+    """Width of the adapters that each of these layers has of its own."""
+    adapts_attention: bool
+    """True if queries, keys and values have adapters, as MLPs have."""
+
+    def uses(self, layer: int) -> tuple[int, ...]:
+        """Return which of the layers share the block whose weights are in `layer`; empty: none are."""
+        first = self.layers.index(layer)
+        return tuple(range(first, len(self.layers), self.blocks)) if first < self.blocks else ()
+
+
 _MODULES: Final = {
     "gated_delta": "linear_attn",
     "kimi_delta": "self_attn",
@@ -197,10 +217,6 @@ def _take_time_steps(found: ExpectedTensors, module: str, recurrent: RecurrentCo
 
 RecurrentRule = Callable[[Fields, int], RecurrentConfig | None]
 """Rule (config.json, number of layers) -> recurrent layers; None for a model without. Raises ModelError."""
-
-
-def no_recurrence(_fields: Fields, _layers: int) -> None:
-    return None
 
 
 def gated_delta_nets(fields: Fields, layers: int, *, is_interleaved: bool) -> RecurrentConfig | None:

@@ -6,20 +6,21 @@ from typing import Any
 
 from ..attention import SLIDING, Windows, window_of
 from ..families.deepseek import deepseek_sizes
-from ..fields import Fields, show
+from ..fields import MAX_LAYERS, MAX_WIDTH, Fields, show
 from ..moe import (
     ExpertsConfig,
     deepseek_experts,
-    deepseek_v3_experts,
+    integer,
     layers_after_dense,
-    refuse_small_groups,
-    selected_of,
+    read_experts,
+    selected_by,
 )
 from .config import (
     FULL,
     NO_ATTENTION,
     GatedNorm,
     RecurrentConfig,
+    SharedBlocksConfig,
     conv_width,
     gated_delta_nets,
     mamba1_layers,
@@ -73,19 +74,6 @@ def lfm3_windows(fields: Fields, layers: int) -> Windows:
     if not isinstance(types, list) or len(types) != layers:
         raise fields.error(f"layer_types must name the kind of each of {layers} layers")
     return tuple(window if kind == SLIDING else None for kind in types)
-
-
-def refuse_other_lfm3(fields: Fields) -> None:
-    if not fields.flag("use_sandwich_norm", default=True):
-        raise fields.error("use_sandwich_norm must be true: an LFM3 without these norms is not known")
-
-
-def qwen3_next_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
-    return gated_delta_nets(fields, layers, is_interleaved=True)
-
-
-def qwen3_5_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
-    return gated_delta_nets(fields, layers, is_interleaved=False)
 
 
 def olmo_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
@@ -207,49 +195,82 @@ def nemotron_h_recurrence(fields: Fields, _layers: int) -> RecurrentConfig | Non
     kinds = nemotron_h_layers(fields)
     if FULL not in kinds:
         raise fields.error(NO_ATTENTION)
-    heads = fields.integer("mamba_num_heads", 128)
-    raw = {
-        "mamba_n_heads": heads,
-        "mamba_d_head": "auto",
-        "mamba_n_groups": fields.integer("n_groups", 8),
-        "mamba_d_state": fields.integer("ssm_state_size", 128),
-        "mamba_d_conv": fields.integer("conv_kernel", 4),
-        "mamba_conv_bias": fields.flag("use_conv_bias", default=True),
-        "mamba_proj_bias": fields.flag("use_bias", default=False),
-        "time_step_limit": fields.raw.get("time_step_limit"),
-    }
     recurrent, attention = (tuple(kind == wanted for kind in kinds) for wanted in ("linear_attention", FULL))
-    values = heads * fields.integer("mamba_head_dim", 64)
-    return mamba2_layers(Fields(raw, fields.where), recurrent, attention, values)
+    values = fields.integer("mamba_n_heads") * fields.integer("mamba_head_dim", 64)
+    return mamba2_layers(fields.replace(mamba_d_head="auto"), recurrent, attention, values)
 
 
 def mamba2_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
     """Return the layers of a Mamba-2 without attention, which are all alike."""
-    heads = fields.integer("num_heads", 128)
-    raw = {
-        "mamba_n_heads": heads,
-        "mamba_n_groups": fields.integer("n_groups", 8),
-        "mamba_d_state": fields.integer("state_size", 128),
-        "mamba_d_conv": fields.integer("conv_kernel", 4),
-        "mamba_conv_bias": fields.flag("use_conv_bias", default=True),
-        "mamba_proj_bias": fields.flag("use_bias", default=False),
-        "time_step_limit": fields.raw.get("time_step_limit"),
-    }
-    values = heads * fields.integer("head_dim", 64)
-    if fields.number("expand", 2) * fields.integer("hidden_size") != values:
-        raise fields.error(f"num_heads {heads} of head_dim {values // heads} are not expand * hidden_size")
-    return mamba2_layers(Fields(raw, fields.where), (True,) * layers, (False,) * layers, values)
+    heads, head_dim = fields.integer("mamba_n_heads"), fields.integer("head_dim", 64)
+    if fields.number("expand", 2) * fields.integer("hidden_size") != heads * head_dim:
+        raise fields.error(f"num_heads {heads} of head_dim {head_dim} are not expand * hidden_size")
+    return mamba2_layers(
+        fields.replace(mamba_d_head="auto"), (True,) * layers, (False,) * layers, heads * head_dim
+    )
 
 
 def mamba2_sizes(fields: Fields) -> dict[str, Any]:
     """Return the sizes of attention and MLP, which are not there, as those of the Mamba-2 heads."""
-    heads, head_dim = fields.integer("num_heads", 128), fields.integer("head_dim", 64)
+    heads, head_dim = fields.integer("mamba_n_heads"), fields.integer("head_dim", 64)
     return {
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "head_dim": head_dim,
         "intermediate_size": heads * head_dim,
     }
+
+
+ZAMBA2_LAYERS = {"mamba": "mamba", "linear_attention": "mamba", "hybrid": "hybrid"}
+
+
+def zamba2_layers(fields: Fields) -> list[str]:
+    """Return the kind of each layer, mamba or hybrid. Raises ModelError."""
+    layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    usual = {*range(6, 43, 6), 47, 51}
+    types = fields.raw.get("layers_block_type") or ["hybrid" if n in usual else "mamba" for n in range(54)]
+    is_list = isinstance(types, list) and len(types) == layers
+    if not is_list or not all(str(each) in ZAMBA2_LAYERS for each in types):
+        raise fields.error(f"layers_block_type must name mamba or hybrid for each of {layers} layers")
+    named = [ZAMBA2_LAYERS[each] for each in types]
+    if "hybrid" not in named:
+        raise fields.error(NO_ATTENTION)
+    return named
+
+
+def zamba2_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the heads of attention, which together are twice as wide as a row, and the longest text."""
+    width, heads = 2 * fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if width % heads:
+        raise fields.error(f"num_attention_heads {heads} must divide twice hidden_size {width // 2}")
+    is_long = fields.flag("use_long_context", default=False)
+    return {"head_dim": width // heads, **({"max_position_embeddings": 16384} if is_long else {})}
+
+
+def zamba2_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
+    """Return Mamba-2 in all layers, some of which have attention of a shared block before it."""
+    limits, kinds = [fields.number("time_step_min", 0.001), math.inf], zamba2_layers(fields)
+    if limits[0] < 0:
+        raise fields.error(f"time_step_min {limits[0]} must be from 0 on")
+    changed = {"time_step_limit": limits, "mamba_d_head": "auto", "mamba_conv_bias": True}
+    has_attention = tuple(kind == "hybrid" for kind in kinds)
+    found = mamba2_layers(fields.replace(**changed), (True,) * layers, has_attention)
+    return found and replace(found, norm_eps=1e-5)
+
+
+def zamba2_shared(fields: Fields) -> SharedBlocksConfig:
+    """Return the layers with a block that is shared, and sizes of the adapters."""
+    layers = tuple(layer for layer, kind in enumerate(zamba2_layers(fields)) if kind == "hybrid")
+    adapts = fields.flag("use_shared_attention_adapter", default=False)
+    heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
+    if adapts and heads != kv_heads:
+        raise fields.error("use_shared_attention_adapter with fewer KV heads than heads is not supported")
+    return SharedBlocksConfig(
+        layers=layers,
+        blocks=min(fields.integer("num_mem_blocks", 1), len(layers)),
+        rank=fields.integer("adapter_rank", 128, most=MAX_WIDTH),
+        adapts_attention=adapts,
+    )
 
 
 def jamba_recurrence(fields: Fields, layers: int) -> RecurrentConfig | None:
@@ -271,27 +292,23 @@ def in_each_period(fields: Fields, layers: int, key: str, usual: tuple[int, int]
     return tuple(layer % period == offset for layer in range(layers))
 
 
-def jamba_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    """Read experts of a softmax over all of them, in the layers of `mlp_layer_types`, or in one of each
-    `expert_layer_period`; None for a Jamba with one expert, which is an MLP.
-    """
-    if fields.raw.get("num_experts") in (0, 1):
-        return None
-    count, per_token = selected_of(fields, "num_experts")
+def jamba_sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return True for the layers of `mlp_layer_types`, or for one of each `expert_layer_period`."""
     if fields.raw.get("mlp_layer_types") is not None:
-        sparse = layers_after_dense(fields, layers)
-    else:
-        sparse = in_each_period(fields, layers, "expert_layer", (2, 1))
-    if not any(sparse):
-        return None
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        inner=fields.integer("intermediate_size"),
+        return layers_after_dense(fields, layers)
+    return in_each_period(fields, layers, "expert_layer", (2, 1))
+
+
+def jamba_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    """Read experts of a softmax over all of them; None for a Jamba with one expert, which is an MLP."""
+    rule = read_experts(
+        selected_by("num_experts"),
+        jamba_sparse_layers,
+        inner="intermediate_size",
         normalized=False,
-        layers=sparse,
         router="router",
     )
+    return None if fields.raw.get("num_experts") in (0, 1) else rule(fields, layers)
 
 
 def granite_sizes(fields: Fields) -> dict[str, Any]:
@@ -345,43 +362,20 @@ def nemotron_h_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
         return None
     if fields.flag("mlp_bias", default=False):
         raise fields.error("mlp_bias is not supported with experts")
-    fields = fields.replace(mlp_layer_types=["dense"] * layers)
-    found = deepseek_experts(
-        fields, layers, scoring="sigmoid", group_best=2, correction="gate.e_score_correction_bias"
-    )
-    shared = fields.integer("moe_shared_expert_intermediate_size")
-    return replace(
-        refuse_small_groups(fields, found),
-        layers=sparse,
-        shared_inner=shared,
+    return deepseek_experts(
+        fields,
+        layers,
+        lambda _fields, _layers: sparse,
+        scoring="sigmoid",
+        group_best=2,
+        correction="gate.e_score_correction_bias",
+        shared_inner=integer("moe_shared_expert_intermediate_size"),
         module="mixer",
         projections=("", "up_proj", "down_proj"),
         latent=fields.integer("moe_latent_size", 0),
     )
 
 
-def kimi_linear_experts(fields: Fields, layers: int) -> ExpertsConfig | None:
-    if fields.text("moe_router_activation_func", "sigmoid") != "sigmoid":
-        raise fields.error(
-            f"moe_router_activation_func {fields.raw['moe_router_activation_func']!r} is not supported, only "
-            "'sigmoid'"
-        )
-    found = deepseek_v3_experts(fields, layers)
-    if found is None:
-        return None
-    return replace(found, module="block_sparse_moe", projections=("w1", "w3", "w2"))
-
-
 def nemotron_h_sizes(fields: Fields) -> dict[str, Any]:
     """Return the number of layers, which follows from their kinds."""
     return {"num_hidden_layers": len(nemotron_h_layers(fields))}
-
-
-def refuse_other_nemotron(fields: Fields) -> None:
-    if (act := fields.text("mamba_hidden_act", "silu")) != "silu":
-        raise fields.error(f"mamba_hidden_act {act!r} is not supported, only 'silu'")
-
-
-def refuse_other_kimi(fields: Fields) -> None:
-    if not fields.flag("mla_use_nope", default=True):
-        raise fields.error("mla_use_nope must be true: other Kimi-Linear models are not known")

@@ -216,9 +216,9 @@ private:
 
 // As Python names them (kernels/cpu/weight_packing.py).
 enum Activation : int { SILU = 0, GELU_TANH = 1, SWIGLU_OAI = 2, RELU2 = 3, GELU = 4, GELU_NEW = 5, RELU = 6,
-                        RELU2_GATED = 7 };
+                        RELU2_GATED = 7, SWIGLU_LIMITED = 8, GELU_GATED = 9 };
 
-constexpr bool is_gated(Activation a) { return a < RELU2 || a == RELU2_GATED; }
+constexpr bool is_gated(Activation a) { return a < RELU2 || a >= RELU2_GATED; }
 
 // Both are x / (1 + e^-z): z = x is SiLU; GELU with its tanh, (1 + tanh(y)) / 2, has z = 2 y. From e^-|z|, so that
 // nothing overflows. That of gpt-oss has z = 1.702 x. BitNet's is max(x, 0)^2.
@@ -251,8 +251,13 @@ template <Activation A> INLINE Floats ungated(Floats x) {
     return x * select(x < zero, tail, splat(1.f) - tail);
 }
 
-// gate = activated(gate) * up for `count` numbers; without a gate: gate = ungated(gate), and no `up`. NaN stays.
-template <Activation A, class T> INLINE void gate_mul(T* gate, const T* up, int count) {
+// `x` where it is at most `most`; NaN stays.
+INLINE Floats at_most(Floats x, Floats most) { return select(x > most, most, x); }
+
+// gate = activated(gate) * up for `count` numbers; without a gate: gate = ungated(gate), and no `up`. NaN stays. With
+// SWIGLU_OAI and SWIGLU_LIMITED numbers are at most `limit`: both before the activation, or its result.
+template <Activation A, class T> INLINE void gate_mul(T* gate, const T* up, int count, float limit) {
+    const Floats most = splat(limit);
     for (int i = 0; i < count; i += LANES) {
         Floats g = load(gate + i, count - i);
         if constexpr (!is_gated(A)) {
@@ -260,12 +265,13 @@ template <Activation A, class T> INLINE void gate_mul(T* gate, const T* up, int 
             continue;
         }
         Floats u = load(up + i, count - i);
-        if constexpr (A == SWIGLU_OAI) {  // x of both is limited; NaN stays
-            const Floats most = splat(7.f);
-            g = select(g > most, most, g);
-            u = select(u > most, most, select(u < -most, -most, u)) + splat(1.f);
-        }
-        store(gate + i, activated<A>(g) * u, count - i);
+        if constexpr (A == SWIGLU_OAI || A == SWIGLU_LIMITED) u = at_most(select(u < -most, -most, u), most);
+        if constexpr (A == SWIGLU_OAI) u = u + splat(1.f), g = at_most(g, most);
+        Floats result = g;
+        if constexpr (A == GELU_GATED) result = ungated<GELU>(g);
+        else result = activated<A>(g);
+        if constexpr (A == SWIGLU_LIMITED) result = at_most(result, most);
+        store(gate + i, result * u, count - i);
     }
 }
 
@@ -284,12 +290,12 @@ template <class Each> void in_pieces(int rows, int width, Member& member, Each e
 template <Activation A, class T> class GateMulOp : public Op {
 public:
     OpKind kind() const override { return OpKind::ACTIVATION; }
-    GateMulOp(T* x, int64_t x_stride, int width) : x_(x), x_stride_(x_stride), width_(width) {}
+    GateMulOp(T* x, int64_t x_stride, int width, float limit) : x_(x), x_stride_(x_stride), width_(width), limit_(limit) {}
 
     void run(const Step& step, Member& member) override {
         in_pieces(step.rows, width_, member, [&](int row, int begin, int count) {
             T* gate = x_ + row * x_stride_ + begin;
-            gate_mul<A>(gate, gate + width_, count);
+            gate_mul<A>(gate, gate + width_, count, limit_);
         });
     }
 
@@ -297,6 +303,7 @@ private:
     T* x_;
     int64_t x_stride_;
     int width_;
+    float limit_;
 };
 
 // e^m - 1 - m for m <= 0: near zero by its series, where the difference would lose all digits.

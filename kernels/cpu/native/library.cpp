@@ -158,17 +158,22 @@ Op* llmbox_rotary_op(int dtype, void* x, int64_t x_stride, int heads, int width,
     });
 }
 
-Op* llmbox_gate_mul_op(int dtype, int activation, void* x, int64_t x_stride, int width) {
+Op* llmbox_gate_mul_op(int dtype, int activation, float limit, void* x, int64_t x_stride, int width) {
     return with_type(dtype, [&]<class E>(E) -> Op* {
         using T = typename E::Element;
-        if (activation == RELU2) return new GateMulOp<RELU2, T>(static_cast<T*>(x), x_stride, width);
-        if (activation == RELU2_GATED) return new GateMulOp<RELU2_GATED, T>(static_cast<T*>(x), x_stride, width);
-        if (activation == RELU) return new GateMulOp<RELU, T>(static_cast<T*>(x), x_stride, width);
-        if (activation == GELU) return new GateMulOp<GELU, T>(static_cast<T*>(x), x_stride, width);
-        if (activation == GELU_NEW) return new GateMulOp<GELU_NEW, T>(static_cast<T*>(x), x_stride, width);
-        if (activation == SWIGLU_OAI) return new GateMulOp<SWIGLU_OAI, T>(static_cast<T*>(x), x_stride, width);
-        if (activation == GELU_TANH) return new GateMulOp<GELU_TANH, T>(static_cast<T*>(x), x_stride, width);
-        return new GateMulOp<SILU, T>(static_cast<T*>(x), x_stride, width);
+        const auto make = [&]<Activation A>() -> Op* { return new GateMulOp<A, T>(static_cast<T*>(x), x_stride, width, limit); };
+        switch (activation) {
+            case GELU_TANH: return make.template operator()<GELU_TANH>();
+            case SWIGLU_OAI: return make.template operator()<SWIGLU_OAI>();
+            case RELU2: return make.template operator()<RELU2>();
+            case GELU: return make.template operator()<GELU>();
+            case GELU_NEW: return make.template operator()<GELU_NEW>();
+            case RELU: return make.template operator()<RELU>();
+            case RELU2_GATED: return make.template operator()<RELU2_GATED>();
+            case GELU_GATED: return make.template operator()<GELU_GATED>();
+            case SWIGLU_LIMITED: return make.template operator()<SWIGLU_LIMITED>();
+            default: return make.template operator()<SILU>();
+        }
     });
 }
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...activation import XIELU, Activation
+from ...activation import XIELU, Activation, LimitedSwiGLU
 from ...ops import Ops
 from ..backend import TritonBackend
 from ..linear.linear import DenseLinear, Linear, WeightOnlyIntLinear
@@ -30,7 +30,7 @@ def make_portable(backend: TritonBackend, device: torch.device) -> Ops:
         assert isinstance(table, WeightOnlyIntLinear | DenseLinear)
         return linear.embed(table, ids_T, dtype, scale)
 
-    def gate(gate_up_T2F: Tensor, activation: Activation | XIELU) -> Tensor:
+    def gate(gate_up_T2F: Tensor, activation: Activation | LimitedSwiGLU | XIELU) -> Tensor:
         assert not isinstance(activation, XIELU)
         return rows.gate_mul(gate_up_T2F, activation)
 

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...activation import CODES, UNGATED, Activation
-from ..elementwise import ALPHA, LIMIT, WITH_GELU_TANH, WITH_RELU2, WITH_RELU2_GATED, WITH_SWIGLU_OAI
+from ...activation import UNGATED, Activation, LimitedSwiGLU, code_of
+from ..elementwise import ALPHA, WITH_GELU_TANH, WITH_LIMIT, WITH_RELU2, WITH_RELU2_GATED, WITH_SWIGLU_OAI
 from ..linear.tile_config import power_of_two as whole_tile
 from .arithmetic import (
     SUM_LANES,
@@ -109,11 +109,12 @@ def summed(x: tl.tensor, residual: tl.tensor, inside: tl.tensor, RESIDUAL: tl.co
     return v
 
 
-def gate_mul(gate_up_T2F: Tensor, activation: Activation) -> Tensor:
+def gate_mul(gate_up_T2F: Tensor, activation: Activation | LimitedSwiGLU) -> Tensor:
     """Return activation(gate) * up, new tensor [T, F]."""
     rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // (1 if activation in UNGATED else 2)
     assert gate_up_T2F.stride(1) == 1
     out_TF = torch.empty((rows, width), dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
+    code, limit = code_of(activation)
     if rows:
         portable_gate_kernel[(rows, triton.cdiv(width, BLOCK))](
             out_TF,
@@ -121,7 +122,8 @@ def gate_mul(gate_up_T2F: Tensor, activation: Activation) -> Tensor:
             gate_up_T2F.stride(0),
             WIDTH=width,
             BLOCK=min(BLOCK, whole_tile(width)),
-            ACTIVATION=CODES[activation],
+            ACTIVATION=code,
+            LIMIT=limit,
             enable_fp_fusion=False,
         )
     return out_TF
@@ -135,6 +137,7 @@ def portable_gate_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
 ) -> None:
     """Write activation(gate) * up for one tile of a row, rounded once. C++: `gate_mul` in
     `native/elementwise.h`.
@@ -149,6 +152,8 @@ def portable_gate_kernel(
         if ACTIVATION == WITH_SWIGLU_OAI:
             gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays
             up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        if ACTIVATION == WITH_LIMIT:
+            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         z = gate
         if ACTIVATION == WITH_GELU_TANH:
             factor = constant(7.13548163e-2, gate)
@@ -156,7 +161,10 @@ def portable_gate_kernel(
         if ACTIVATION == WITH_SWIGLU_OAI:
             z = gate * ALPHA
         e = exp_negative(-tl.abs(z))
-        result = quotient(gate * tl.where(z < 0.0, e, 1.0), 1.0 + e) * up
+        activated = quotient(gate * tl.where(z < 0.0, e, 1.0), 1.0 + e)
+        if ACTIVATION == WITH_LIMIT:
+            activated = tl.where(activated > LIMIT, LIMIT, activated)
+        result = activated * up
         if ACTIVATION == WITH_RELU2_GATED:
             result = tl.where(gate < 0.0, 0.0, gate * gate) * up
     tl.store(out + row * WIDTH + i, rounded(result, out.dtype.element_ty), mask=inside)

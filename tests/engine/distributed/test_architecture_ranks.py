@@ -40,6 +40,7 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
         ("kimi_linear", {}, {"tp": 2, "pp": 2}),
         ("olmo_hybrid", {}, {"pp": 2}),
         ("bamba", {}, {"tp": 2}),
+        ("zamba2", {}, {"tp": 2}),
         ("lfm3", {}, {"tp": 2, "pp": 2}),
         ("mamba2", {}, {"tp": 2, "pp": 2}),
         ("jamba", {}, {"tp": 2, "pp": 2}),
@@ -51,6 +52,7 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
         ("cohere2_moe", {}, {"tp": 2}),
         ("laguna", {}, {"tp": 2, "pp": 2}),
         ("mimo_v2_flash", {}, {"tp": 2, "pp": 2}),
+        ("step3p5", {}, {"tp": 2, "pp": 2}),
         ("gpt2", {}, {"tp": 2, "pp": 2}),
         ("gpt_neox", {}, {"tp": 2}),
         ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, {"tp": 2, "pp": 2}),
@@ -64,6 +66,7 @@ PART_TURNS = {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}
         ("qwen2_moe", {}, {"tp": 2, "expert_parallel": True}),
         ("nemotron_h", {"moe_latent_size": 40}, {"tp": 2, "expert_parallel": True}),
         nightly("deepseek_v3", {}, {"tp": 2, "pp": 2, "expert_parallel": True}),
+        nightly("step3p5", {}, {"tp": 2, "expert_parallel": True}),
         nightly("phimoe", {}, {"tp": 2, "expert_parallel": True}),
         nightly("llama4_text", {}, {"tp": 2, "expert_parallel": True}),
         nightly("granitemoeshared", {}, {"tp": 2, "expert_parallel": True}),
@@ -89,10 +92,16 @@ def test_norms_over_all_heads_are_not_cut(tmp_path: Path, arch: str) -> None:
         load(model, tp=2)
 
 
+def test_blocks_that_layers_share_are_not_cut_into_stages(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, arch="zamba2", tokenizer=False)
+    with pytest.raises(ParallelError, match=r"--pp 2: layers of this model read .* weights that they share"):
+        load(model, pp=2)
+
+
 NOT_CUT = {
     "olmo2": "tp", "olmo3": "tp", "olmoe": "tp", "flex_olmo": "tp", "olmo_hybrid": "tp", "minimax_m2": "tp",
     "bitnet": "tp",
-    "gemma4_text": "pp", "gemma3n_text": "pp", "glm_moe_dsa": "pp",
+    "gemma4_text": "pp", "gemma3n_text": "pp", "glm_moe_dsa": "pp", "zamba2": "pp",
 }  # fmt: skip
 """Families that cannot be cut one way: norms over all heads, or layers that share keys and values."""
 

@@ -28,7 +28,7 @@ from llmbox.engine.gguf.folder import vector_files
 from llmbox.engine.gguf.matrices import check_matrices
 from llmbox.engine.gguf.reader import GgufFile, read_gguf
 from llmbox.engine.ipc.messages import AddRequest
-from llmbox.engine.model_config.encoders.pooling import read_prompts
+from llmbox.engine.model_config.encoders.config import read_prompts
 from llmbox.engine.quantize.convert_gguf import convert
 from llmbox.engine.sampling_params import Pooling, SamplingParams
 from llmbox.kernels.dispatch import native_ready

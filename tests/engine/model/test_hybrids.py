@@ -3,12 +3,14 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.core.engine import Engine
 from llmbox.engine.core.kv_cache.block_pool import BlockPool
 from llmbox.engine.core.request import Request
@@ -18,10 +20,11 @@ from llmbox.engine.core.speculation.text_drafting import NgramProposer
 from llmbox.engine.errors import ModelError, ParallelError
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.model_config.expected_tensors import check_weights
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
 from support.families import make_family
-from support.real_engines import ask, draft_at_no_price, load, run, tokens
+from support.real_engines import ask, compare, draft_at_no_price, hf_model, load, run, tokens
 
 HYBRIDS = [
     "lfm2",
@@ -219,9 +222,20 @@ def test_bad_configs_of_memories(tmp_path: Path) -> None:
         ("falcon_h1", {"attention_bias": True}, "attention_in_multiplier with attention_bias"),
         ("bamba", {"attn_layer_indices": [3]}, "attn_layer_indices must be a list of layers below 3"),
         ("bamba", {"attn_layer_indices": None}, "attn_layer_indices names no layer"),
+        ("zamba2", {"layers_block_type": ["hybrid"]}, "layers_block_type must name mamba or hybrid for each"),
+        ("zamba2", {"layers_block_type": ["mamba"] * 4}, "no layer has attention"),
+        ("zamba2", {"layers_block_type": [["mamba"]] * 4}, "layers_block_type must name mamba or hybrid"),
+        ("zamba2", {"tie_word_embeddings": False}, "tie_word_embeddings False is not supported"),
+        ("zamba2", {"num_attention_heads": 3}, "num_attention_heads 3 must divide twice hidden_size 64"),
+        ("zamba2", {"num_key_value_heads": 2}, "use_shared_attention_adapter with fewer KV heads than heads"),
+        ("zamba2", {"n_mamba_heads": 7}, "mamba_n_heads 7 must divide mamba_expand"),
+        ("zamba2", {"adapter_rank": 0}, "adapter_rank must be a positive whole number"),
+        ("zamba2", {"time_step_min": -1}, "time_step_min -1.0 must be from 0 on"),
+        ("zamba2", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported, only 'gelu'"),
+        ("zamba2", {"num_mem_blocks": "x"}, "num_mem_blocks must be a positive whole number"),
         ("olmo_hybrid", {"layer_types": ["full_attention"] * 4}, "names no linear_attention"),
         ("olmo_hybrid", {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is not a multiple"),
-        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope must be true"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope False is not supported of"),
         ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func 'softmax'"),
         (
             "kimi_linear",
@@ -283,3 +297,35 @@ def test_quantized_offline_and_at_load(model: Path, tmp_path: Path) -> None:
     assert tokens(stored, [LONG, *OTHERS[:3]]) == at_load
     with pytest.raises(ModelError, match="cannot be calibrated"):
         quantize(model, tmp_path / "x", QUANTS["int8"], 1, lambda *_: None, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_shared_attention_adapter": False, "num_key_value_heads": 2},
+        {"use_mem_rope": False, "num_mem_blocks": 1, "add_bias_linear": True},
+        {"use_long_context": True, "num_mem_blocks": 5},
+    ],
+    ids=str,
+)
+def test_blocks_that_layers_share(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Of Zamba2: adapters of MLPs alone, no RoPE, and more blocks than layers that have one."""
+    kinds = ["linear_attention", "hybrid", "hybrid"]
+    model = make_family(tmp_path, "zamba2", num_hidden_layers=3, layers_block_type=kinds, **fields)
+    config = parse_config(model)
+    assert config.num_parameters == sum(prod(entry.shape) for entry in list_tensors(model).values())
+    check_weights(str(model), config, list_tensors(model))
+    compare(model, hf_model(model))
+
+
+def test_a_copy_of_a_block_that_layers_share_is_refused(tmp_path: Path) -> None:
+    """It may have other numbers. `fit` says the same as the load."""
+    model = make_family(tmp_path, "zamba2")
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.{}.shared_transformer.input_layernorm.weight"
+    save_file(weights | {name.format(3): weights[name.format(1)].clone()}, model / "model.safetensors")
+    with pytest.raises(ModelError, match=r"layers\.3\.shared_transformer") as at_fit:
+        check_weights(str(model), parse_config(model), list_tensors(model))
+    with pytest.raises(ModelError) as at_load:
+        load(model)
+    assert str(at_fit.value) == str(at_load.value)

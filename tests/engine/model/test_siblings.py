@@ -1,6 +1,7 @@
 """Families that have the layers of others, beside transformers. Exactness is tested with those others."""
 
 import json
+from itertools import combinations
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.errors import ModelError
 from llmbox.engine.model_config.architecture import MISSING
-from llmbox.engine.model_config.architectures import ARCHITECTURES
 from llmbox.engine.model_config.config import ModelConfig, parse_config
 from llmbox.engine.model_config.expected_tensors import check_weights
+from llmbox.engine.model_config.registry import ARCHITECTURES
 from llmbox.engine.model_config.vision.config import NO_TOWER
 from llmbox.engine.quantize.quantize import quantize
 from llmbox.kernels.quant_formats import QUANTS
@@ -100,7 +101,7 @@ def test_a_gpt_2_as_it_was_published(tmp_path: Path) -> None:
         check_weights(str(model), parse_config(model), list_tensors(model))
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "gpt_neox"])
+@pytest.mark.parametrize("arch", ["gpt2", "gpt_neox", "step3p5", "zamba2"])
 def test_checkpoints_with_other_names_are_quantized(tmp_path: Path, arch: str) -> None:
     model = make_tiny_model(tmp_path / "wide", arch=arch)
     quantize(model, tmp_path / "narrow", QUANTS["int8"], 1, lambda _done, _total: None)
@@ -371,7 +372,6 @@ def test_a_mimo_v2_as_it_was_published(tmp_path: Path) -> None:
     ("name", "reason"),
     [
         ("ZayaForCausalLM", "convolutions of queries and keys"),
-        ("Step3p7ForConditionalGeneration", "limits of gates that differ between layers"),
         ("MistralLarge4ForConditionalGeneration", "latents that layers share"),
         ("AXK2ForCausalLM", "attention gated by latents of queries"),
         ("T5ForConditionalGeneration", "an encoder beside the decoder"),
@@ -383,6 +383,41 @@ def test_a_mimo_v2_as_it_was_published(tmp_path: Path) -> None:
 def test_a_known_architecture_is_refused_with_what_is_missing(tmp_path: Path, name: str, reason: str) -> None:
     with pytest.raises(ModelError, match=f"architecture {name} is not supported: it needs .*{reason}"):
         written(tmp_path, name)
+
+
+def test_limits_of_gates_change_the_tokens(tmp_path: Path) -> None:
+    """Those of experts, and those of the shared expert and dense layers, each by themselves."""
+    none = {"swiglu_limits": None, "swiglu_limits_shared": None}
+    found = []
+    for number, changed in enumerate(({}, {"swiglu_limits": None}, {"swiglu_limits_shared": None}, none)):
+        model = make_family(tmp_path / str(number), "step3p5", **changed)
+        found.append(tokens(load(model), [PROMPT]))
+    assert all(one != other for one, other in combinations(found, 2))
+
+
+def test_a_step_3_5_as_it_was_published(tmp_path: Path) -> None:
+    """The text alone: no tower, and code of the repository that is not run."""
+    model = make_family(tmp_path, "step3p5")
+    expected = tokens(load(model), [PROMPT])
+    raw = json.loads((model / "config.json").read_text())["text_config"]
+    raw |= {"architectures": ["Step3p5ForCausalLM"]}
+    raw["auto_map"] = {"AutoModelForCausalLM": "modeling_step3p5.Step3p5ForCausalLM"}
+    (model / "config.json").write_text(json.dumps(raw))
+    weights = load_file(model / "model.safetensors")
+    mtp = {"model.layers.4.eh_proj.weight": torch.ones(64, 128)}
+    text = {name: tensor for name, tensor in weights.items() if not name.startswith("vi")}
+    save_file(text | mtp, model / "model.safetensors", metadata={"format": "pt"})
+    check_weights(str(model), parse_config(model), list_tensors(model))
+    assert tokens(load(model), [PROMPT]) == expected
+    gate = "model.layers.1.moe.gate_proj.weight"
+    save_file(text | {gate: text[gate][:7]}, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"gate_proj.weight' has shape \[7, 32, 64\], config.json asks for"
+    ) as at_fit:
+        check_weights(str(model), parse_config(model), list_tensors(model))
+    with pytest.raises(ModelError) as at_load:
+        load(model)
+    assert str(at_fit.value) == str(at_load.value)
 
 
 LAGUNA = MOE | {"shared_expert_intermediate_size": 48}
@@ -417,9 +452,34 @@ HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
         ("DeepseekV32ForCausalLM", SPARSE | {"q_lora_rank": None}, "q_lora_rank is missing"),
         ("DeepseekV32ForCausalLM", SPARSE | {"index_head_dim": 8}, "index_head_dim 8 must be more than"),
         ("GlmMoeDsaForCausalLM", SPARSE | {"indexer_types": ["shared", "full"]}, "the first one full"),
-        ("AfmoeForCausalLM", {"score_func": "softmax"}, "score_func 'softmax' is not supported of an AFMoE"),
-        ("AfmoeForCausalLM", {"route_norm": False}, "route_norm False is not supported of an AFMoE"),
+        (
+            "AfmoeForCausalLM",
+            {"score_func": "softmax"},
+            "score_func 'softmax' is not supported of this arch",
+        ),
+        ("AfmoeForCausalLM", {"route_norm": False}, "route_norm False is not supported of this arch"),
         ("HyperCLOVAXForCausalLM", {"use_post_norm": False}, "use_post_norm false is not supported"),
+        ("Step3p5ForCausalLM", {"swiglu_limits": [7]}, "swiglu_limits must have a number or null for each"),
+        ("Step3p5ForCausalLM", {"swiglu_limits_shared": [0, -1]}, "swiglu_limits_shared must have no number"),
+        (
+            "Step3p5ForCausalLM",
+            {"moe_layers_enum": "1,x"},
+            "moe_layers_enum must be a list of layers below 2",
+        ),
+        ("Step3p5ForCausalLM", {"rope_theta": [1e4]}, "rope_theta must have a number for each of 2 layers"),
+        ("Step3p5ForCausalLM", {"num_sliding_attention_heads": 7}, "7 heads of some layers are no multiple"),
+        (
+            "Step3p5ForCausalLM",
+            {"attention_other_setting": {"head_dim": 8}},
+            "head_dim 8 is not supported in",
+        ),
+        ("Step3p5ForCausalLM", {"yarn_only_types": ["sliding_attention"]}, r"yarn_only_types \['sliding"),
+        ("Step3p5ForCausalLM", {"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate False is not"),
+        (
+            "Step3p5ForCausalLM",
+            {"query_pre_attn_scalar": 0},
+            "query_pre_attn_scalar 0.0 must be larger than 0",
+        ),
         ("MellumForCausalLM", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name dense or sparse"),
         ("NemotronForCausalLM", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'relu2'"),
         ("GraniteSWAForCausalLM", {"layer_rope_theta": [1.0, 0]}, "layer_rope_theta must have 2 numbers"),
@@ -430,14 +490,14 @@ HUNYUAN = {"num_experts": 4, "moe_topk": [2, 1]}
             {"num_experts": 2, "moe_topk": 3},
             "moe_topk 3 is more than num_experts 2",
         ),
-        ("BailingMoeV2ForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob false is not supported"),
+        ("BailingMoeV2ForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
         ("BailingMoeV2ForCausalLM", {"score_function": "softmax"}, "scoring_func 'softmax' is not supported"),
         ("JambaForCausalLM", {"attn_layer_offset": 8}, "attn_layer_offset 8 must be from 0 to"),
         ("JambaForCausalLM", {"attn_layer_offset": 4}, "no layer has attention"),
         ("JambaForCausalLM", {"expert_layer_offset": -1}, "expert_layer_offset -1 must be from 0 to"),
         ("MambaForCausalLM", {"intermediate_size": 97}, "97 channels of Mamba layers .* must be even"),
         ("MambaForCausalLM", {"time_step_rank": 64}, "mamba_dt_rank 64 and .* less than hidden_size 64"),
-        ("MambaForCausalLM", {"time_step_rank": "x"}, "mamba_dt_rank must be a positive whole number"),
+        ("MambaForCausalLM", {"time_step_rank": "x"}, "time_step_rank must be a positive whole number"),
         ("OlmoForCausalLM", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
         ("ArceeForCausalLM", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported, only 'relu2'"),
         ("Mamba2ForCausalLM", {"num_heads": 7, "head_dim": 16}, "are not expand . hidden_size"),

@@ -152,7 +152,7 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path, changes: d
     ("name", "missing"),
     [
         ("HYV4ForCausalLM", "needs attention to the tokens"),
-        ("Zamba2ForCausalLM", "needs attention that several layers share"),
+        ("ZambaForCausalLM", "needs attention that several layers share"),
     ],
 )
 def test_a_known_architecture_is_refused_with_what_is_missing(

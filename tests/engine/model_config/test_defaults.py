@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from llmbox.engine.errors import ModelError
-from llmbox.engine.model_config.architectures import ARCHITECTURES
 from llmbox.engine.model_config.config import ModelConfig, parse_config, parse_fields
 from llmbox.engine.model_config.fields import Fields
+from llmbox.engine.model_config.registry import ARCHITECTURES
 from support.families import COMMON, FAMILIES, LEFT_OUT, SIBLINGS
 
 SIZES = {

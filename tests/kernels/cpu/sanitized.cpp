@@ -298,7 +298,7 @@ void check_experts(int dtype, const QuantFormat* format, int rows, int hidden, i
             const HeldExperts divided{places.data(), holders.data(), loads.data(), held == count ? 0 : 1, 2};
             const auto experts = [&](const HeldExperts& here, Buffer& out_of, int width, float* weights, int32_t* ranks) {
                 run(llmbox_experts_op(dtype, format != nullptr, count, &here, held, load.data(), gate_ups.data(),
-                                      downs.data(), from, x_stride, routed, count, per_row, 1, &routing, 0, nullptr, 0,
+                                      downs.data(), from, x_stride, routed, count, per_row, 1, &routing, 0, 7.f, nullptr, 0,
                                       nullptr, 0, out_of.data(), width, nullptr, nullptr, weights, ranks),
                     step);
             };
@@ -339,8 +339,9 @@ void check_rows(int dtype, int rows, int heads, int width) {
     }
     for (int table : {0, 1}) run(llmbox_rotary_op(dtype, x.data(), row, heads, width, table), step);
     if (row % 2 == 0)
-        for (int activation : {SILU, GELU_TANH, RELU2_GATED}) run(llmbox_gate_mul_op(dtype, activation, x.data(), row, row / 2), step);
-    for (int activation : {RELU2, GELU, GELU_NEW, RELU}) run(llmbox_gate_mul_op(dtype, activation, x.data(), row, row), step);
+        for (int activation : {SILU, GELU_TANH, RELU2_GATED, SWIGLU_LIMITED, GELU_GATED})
+            run(llmbox_gate_mul_op(dtype, activation, 7.f, x.data(), row, row / 2), step);
+    for (int activation : {RELU2, GELU, GELU_NEW, RELU}) run(llmbox_gate_mul_op(dtype, activation, 7.f, x.data(), row, row), step);
     run(llmbox_xielu_op(dtype, x.data(), row, row, 0.8f, 0.9f, 0.5f, -1e-6f), step);
     must_be_finite(x, "rotary and gates");
 }

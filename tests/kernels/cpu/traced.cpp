@@ -167,9 +167,9 @@ void check_elementwise(int width, const std::vector<int>& counts) {
         });
     };
     using T = TracedFloat;
-    of("SiLU", 2 * width, [&](T* x) { return GateMulOp<SILU, T>(x, 2 * width, width); });
-    of("GELU", 2 * width, [&](T* x) { return GateMulOp<GELU_TANH, T>(x, 2 * width, width); });
-    of("GELU without gates", width, [&](T* x) { return GateMulOp<GELU, T>(x, width, width); });
+    of("SiLU", 2 * width, [&](T* x) { return GateMulOp<SILU, T>(x, 2 * width, width, 7.f); });
+    of("GELU", 2 * width, [&](T* x) { return GateMulOp<GELU_TANH, T>(x, 2 * width, width, 7.f); });
+    of("GELU without gates", width, [&](T* x) { return GateMulOp<GELU, T>(x, width, width, 7.f); });
     of("softcap", width, [&](T* x) { return SoftcapOp(x, width, width, 30); });
 }
 

@@ -15,7 +15,7 @@ from llmbox.engine.config import EngineConfig
 from llmbox.engine.errors import DeviceError
 from llmbox.engine.planning.runnable import RunnablePlan, require_runnable
 from llmbox.engine.quantize.quantize import quantize
-from llmbox.kernels.activation import Activation
+from llmbox.kernels.activation import Activation, LimitedSwiGLU
 from llmbox.kernels.cpu.isa import usable_levels
 from llmbox.kernels.dispatch import PORTABLE_CPU, load_backend
 from llmbox.kernels.op_types import KVShape
@@ -90,9 +90,9 @@ def test_norms(dtype: torch.dtype) -> None:
 def test_functions_of_numbers(dtype: torch.dtype) -> None:
     """Over numbers of all sizes, denormals too."""
     ours, cpp = both(dtype)
-    activations: list[Activation] = ["silu", "gelu_tanh", "swiglu_oai", "relu2", "relu2_gated"]
+    named: list[Activation] = ["silu", "gelu_tanh", "swiglu_oai", "relu2", "relu2_gated"]
     numbers = torch.randn(4, 1200) * 10.0 ** torch.linspace(-40, 4, 1200)
-    for activation in activations:
+    for activation in (*named, LimitedSwiGLU(7.0), LimitedSwiGLU(0.3)):
         x = numbers.to(dtype)
         assert_same(ours.gate_mul(x, activation), cpp.gate_mul(x.clone(), activation))
     x = torch.randn(3, 500).to(dtype)

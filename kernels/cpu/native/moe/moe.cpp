@@ -25,14 +25,14 @@ extern "C" Op* llmbox_experts_op(int dtype, int quant, int experts, const HeldEx
                                  const LinearShape* const* gate_ups, const LinearShape* const* downs, const void* x,
                                  int64_t x_stride, const float* logits, int64_t logits_stride, int per_row, int normalized,
                                  const Routing* routing,
-                                 int activation, const void* shared, int64_t shared_stride, const float* shared_gate,
+                                 int activation, float limit, const void* shared, int64_t shared_stride, const float* shared_gate,
                                  int64_t shared_gate_stride, void* out, int64_t out_stride,
                                  const int64_t* gate_up_adapters, const int64_t* down_adapters, float* shares,
                                  int32_t* owners) {
     return with_type(dtype, [&]<class E>(E) -> Op* {
         using T = typename E::Element;
         const ExpertsCall<T> call{static_cast<const T*>(x), x_stride, logits, logits_stride, experts, *here, load, per_row,
-                                  normalized != 0, *routing, activation, static_cast<const T*>(shared), shared_stride,
+                                  normalized != 0, *routing, activation, limit, static_cast<const T*>(shared), shared_stride,
                                   shared_gate, shared_gate_stride, static_cast<T*>(out), out_stride, gate_up_adapters,
                                   down_adapters, shares, owners};
         if (quant) return make_experts<RoundedCopies<T>>(count, gate_ups, downs, call);

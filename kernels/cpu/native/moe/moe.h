@@ -37,6 +37,7 @@ template <class T> struct ExpertsCall {
     bool normalized;
     Routing routing;
     int activation;
+    float limit;  // of it
     const T* shared;  // may be null
     int64_t shared_stride;
     const float* shared_gate;  // its sigmoid multiplies a row of `shared`; may be null
@@ -301,10 +302,12 @@ private:
             T* row = gate_ups + static_cast<size_t>(place) * linears_.gates();
             T *gates = row + begin, *ups = gates + inner;
             const int count = std::min(size, inner - begin);
-            if (call_.activation == GELU_TANH) gate_mul<GELU_TANH>(gates, ups, count);
-            else if (call_.activation == RELU2) gate_mul<RELU2>(gates, gates, count);
-            else if (call_.activation == SWIGLU_OAI) gate_mul<SWIGLU_OAI>(gates, ups, count);
-            else gate_mul<SILU>(gates, ups, count);
+            const float limit = call_.limit;
+            if (call_.activation == GELU_TANH) gate_mul<GELU_TANH>(gates, ups, count, limit);
+            else if (call_.activation == RELU2) gate_mul<RELU2>(gates, gates, count, limit);
+            else if (call_.activation == SWIGLU_OAI) gate_mul<SWIGLU_OAI>(gates, ups, count, limit);
+            else if (call_.activation == SWIGLU_LIMITED) gate_mul<SWIGLU_LIMITED>(gates, ups, count, limit);
+            else gate_mul<SILU>(gates, ups, count, limit);
             to.fill_part(place, part, row, inner);
         }
     }

@@ -10,7 +10,7 @@ import torch
 from llmbox.engine.errors import EngineError, ModelError
 from llmbox.engine.ipc.messages import AddRequest
 from llmbox.engine.model_config.config import parse_config
-from llmbox.engine.model_config.encoders.pooling import (
+from llmbox.engine.model_config.encoders.config import (
     PROMPTS_FILE,
     read_pooling,
     read_prompts,

@@ -1,4 +1,5 @@
-"""Pooling configuration of embedding models, in the files of sentence-transformers.
+"""Encoders of the BERT family as they are configured, and pooling of embedding models in the files of
+sentence-transformers.
 
 modules.json            list of modules: a transformer, a pooling, maybe dense layers and a normalization
 1_Pooling/config.json   pooling mode
@@ -9,13 +10,89 @@ config_sentence_transformers.json   prompts: texts that are put before a query o
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ...checkpoint.files import read_json, read_value
 from ...checkpoint.index import differ, list_tensors
 from ...errors import ModelError
 from ...sampling_params import Pooling
 from ..fields import Fields
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+
+EncoderActivation = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifierConfig:
+    """Head of a reranker or classifier: dense layer, activation, maybe a norm, and a row for each label."""
+
+    labels: int
+    activation: EncoderActivation = "tanh"
+    pooling: Literal["cls", "mean"] = "cls"
+    dense_bias: bool = True
+    has_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """Properties of an encoder beside those of `ModelConfig`, whose `rms_norm_eps` is that of LayerNorms."""
+
+    activation: EncoderActivation
+    is_pre_norm: bool = False
+    """True if norms stand before attention and MLP, except before the first attention."""
+    norm_bias: bool = True
+    position_rows: int = 0
+    """Rows of the table of learned positions; 0: none."""
+    position_offset: int = 0
+    """Row of the first token."""
+    type_rows: int = 0
+    """Rows of the table of token types, which tell the two texts of a pair apart."""
+    rotates: bool = False
+    is_gated: bool = False
+    up_bias: bool = True
+    down_bias: bool = True
+    relative_buckets: int = 0
+    """Buckets of distances with a learned bias of attention scores, in all layers the same; 0: none."""
+    has_alibi: bool = False
+    """True if attention scores fall with the distance of two tokens, in each head at a rate of its own."""
+    experts: tuple[int, int] = (0, 0)
+    """Experts of a layer, and those that each token selects; 0: there are none."""
+    experts_every: int = 2
+    """Layers after which experts come again, from the second layer on; others have an MLP."""
+    has_expert_bias: bool = True
+    """True if a bias is added to the sum of experts, and the matrices behind their activation are stored with
+    inputs as rows; False: as a GGUF file has them."""
+    tasks: tuple[tuple[str, str], ...] = ()
+    """Tasks with a LoRA adapter each, which a request may name, and the text that each puts before a text."""
+    task_rank: int = 0
+    task_scale: float = 1.0
+    head: ClassifierConfig | None = None
+    renames: tuple[tuple[str, str], ...] = ()
+    """(pattern, replacement) for names of tensors, applied in order."""
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts[0] > 0 and layer % self.experts_every == 1
+
+    def task_linears(self, config: "ModelConfig") -> dict[str, tuple[int, int]]:
+        """Return inputs and outputs of a layer's linears that tasks adapt, by name."""
+        hidden, ffn = config.hidden_size, config.intermediate_size
+        found = {"self_attn.qkv_proj": (hidden, 3 * hidden), "self_attn.o_proj": (hidden, hidden)}
+        found |= {"mlp.up_proj": (hidden, ffn), "mlp.down_proj": (ffn, hidden)}
+        return found if self.tasks else {}
+
+    def rename(self, name: str) -> str:
+        for pattern, replacement in self.renames:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+
+UNUSED_OF_ENCODERS = (
+    *("cls.", "lm_head.", "decoder.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
+    *("pooler.", "embeddings.position_ids", "embeddings.token_type_ids", "adapters."),
+)
+"""Tensors of heads that predict words, poolers that no vector passes, buffers, and adapters of tasks."""
 
 MODULES_FILE = "modules.json"
 POOLING_FILE = "1_Pooling/config.json"

@@ -7,21 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from llmbox.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT
+
 from ..errors import UnsupportedArchitecture
-from .architecture import MISSING, Architecture, refuse_options
-from .attention import (
-    cohere_scales,
-    one_window,
-    types_by_pattern,
-    types_where,
-    windows_by_type,
-    windows_by_type_if_used,
-    windows_if_used,
-    windows_of_later_layers,
-)
+from . import attention, moe, rope
+from .architecture import MISSING, Architecture, refuse_options, spelled
+from .encoders.config import with_head
 from .encoders.encoder import ENCODERS, encoder_name
 from .encoders.own_code import OWN_CODE_ENCODERS
-from .encoders.pooling import with_head
 from .families.deepseek import DEEPSEEKS, MISTRAL4
 from .families.gemma import GEMMA_MODELS
 from .families.gemma4 import GEMMA3N_MODELS, GEMMA4_MODELS
@@ -30,28 +23,7 @@ from .families.hybrids import HYBRIDS
 from .families.mixtures import MIXTURES
 from .families.others import OTHER_FAMILIES
 from .families.siblings import SIBLINGS, granite_scales
-from .fields import Fields, show
-from .moe import (
-    deepseek_v3_experts,
-    ernie_experts,
-    gpt_oss_experts,
-    granite_moe_experts,
-    minimax_m2_experts,
-    mixtral_experts,
-    olmoe_experts,
-    qwen2_moe_experts,
-    qwen3_moe_experts,
-    refuse_other_minimax,
-)
-from .rope import (
-    interleaved_rope,
-    interleaved_rope_of_sliding_layers,
-    partial_rope,
-    phi3_ropes,
-    rope_of_rotary_dim,
-    rope_of_sliding_layers,
-    rope_of_some_layers,
-)
+from .fields import Fields, show, text_fields, with_text_sizes
 from .vision import MISSING_PARTS
 
 
@@ -59,6 +31,13 @@ def refuse_other_texts(fields: Fields) -> None:
     """Refuse language models of a LLaVA that are not among its `nested` ones; without a name it is Llama."""
     if (name := fields.raw.get("model_type")) not in {None, "llava"}:
         raise fields.error(f"a language model of {show(name)} is not supported, only of llama and mistral")
+
+
+def refuse_other_minimax(fields: Fields) -> None:
+    if set(fields.raw.get("attn_type_list") or [1]) != {1}:
+        raise fields.error("attn_type_list names layers of linear attention, which are not supported")
+    usual = {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True}
+    refuse_options(**usual, scoring_func="sigmoid", shared_intermediate_size=0)(fields)
 
 
 SLIDING: Mapping[str, Any] = {"sliding_window": 4096}
@@ -90,14 +69,14 @@ _MINISTRAL3_ROPE: Mapping[str, Any] = {
 """Defaults of transformers."""
 
 _LLAMA = Architecture(model_type="llama", attention_bias=True, mlp_bias=True)
-_MISTRAL = Architecture(model_type="mistral", defaults=SLIDING, windows=one_window)
+_MISTRAL = Architecture(model_type="mistral", defaults=SLIDING, windows=attention.one_window)
 _COHERE = Architecture(
     model_type="cohere",
     defaults={"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True},
     attention_bias=True,
     block="parallel",
-    ropes=interleaved_rope,
-    scales=cohere_scales,
+    ropes=rope.interleaved_rope,
+    scales=attention.cohere_scales,
     qk_norm="layer",
     qk_norm_flag="use_qk_norm",
     aliases={"rms_norm_eps": "layer_norm_eps"},
@@ -108,7 +87,7 @@ _ERNIE = Architecture(
     head_dim=128,
     attention_bias=True,
     mlp_bias=True,
-    ropes=interleaved_rope,
+    ropes=rope.interleaved_rope,
     aliases={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
 )
 _GRANITE = Architecture(model_type="granite", attention_bias=True, mlp_bias=True, scales=granite_scales)
@@ -124,24 +103,23 @@ _GLM4 = Architecture(
     attention_bias=True,
     block="sandwich",
     has_stacked_mlp=True,
-    ropes=interleaved_rope,
-    names={
-        "post_attention_layernorm": "post_self_attn_layernorm",
-        "pre_feedforward_layernorm": "post_attention_layernorm",
-        "post_feedforward_layernorm": "post_mlp_layernorm",
-    },
+    ropes=rope.interleaved_rope,
+    names=spelled(
+        "post_attention_layernorm=post_self_attn_layernorm "
+        "pre_feedforward_layernorm=post_attention_layernorm post_feedforward_layernorm=post_mlp_layernorm"
+    ),
 )
 _MINISTRAL3 = Architecture(
     model_type="ministral3",
     defaults={"rms_norm_eps": 1e-5, "rope_parameters": _MINISTRAL3_ROPE},
     head_dim=128,
-    windows=one_window,
+    windows=attention.one_window,
 )
 _PHI3 = Architecture(
     model_type="phi3",
     defaults={"rms_norm_eps": 1e-5},
-    windows=one_window,
-    ropes=phi3_ropes,
+    windows=attention.one_window,
+    ropes=rope.phi3_rope,
     has_stacked_projections=True,
     has_stacked_mlp=True,
     own_code="modeling_phi3.Phi3ForCausalLM",
@@ -171,7 +149,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _MISTRAL,
     "Qwen2ForCausalLM": Architecture(
-        model_type="qwen2", defaults=SLIDING, qkv_bias=True, windows=windows_of_later_layers
+        model_type="qwen2", defaults=SLIDING, qkv_bias=True, windows=attention.windows_of_later_layers
     ),
     "Qwen3ForCausalLM": Architecture(
         model_type="qwen3",
@@ -179,15 +157,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         head_dim=128,
         attention_bias=True,
         qk_norm="heads",
-        windows=windows_of_later_layers,
+        windows=attention.windows_of_later_layers,
     ),
     "Qwen3MoeForCausalLM": Architecture(
         model_type="qwen3_moe",
         defaults=SLIDING,
         attention_bias=True,
         qk_norm="heads",
-        windows=windows_if_used,
-        experts=qwen3_moe_experts,
+        windows=attention.windows_if_used,
+        experts=moe.qwen3_moe_experts,
     ),
     "GptOssForCausalLM": Architecture(
         model_type="gpt_oss",
@@ -199,29 +177,30 @@ ARCHITECTURES: dict[str, Architecture] = {
             "rope_parameters": _GPT_OSS_ROPE,
         },
         head_dim=64,
-        activation="swiglu_oai",
+        hidden_acts={"silu": "swiglu_oai"},
         attention_bias=True,
         has_sinks=True,
         fits_float16=False,
-        sizes=types_where(lambda layer, _layers: layer % 2 == 1),
-        windows=windows_by_type,
-        experts=gpt_oss_experts,
+        sizes=attention.types_where(lambda layer, _layers: layer % 2 == 1),
+        windows=attention.windows_by_type,
+        experts=moe.gpt_oss_experts,
+        refuse=refuse_options(swiglu_alpha=SWIGLU_ALPHA, swiglu_limit=SWIGLU_LIMIT),
     ),
     "CohereForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, "rope_theta": 5e5}),
     "Cohere2ForCausalLM": replace(
         _COHERE,
         model_type="cohere2",
         defaults={**_COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4},
-        sizes=types_by_pattern,
-        windows=windows_by_type,
-        ropes=interleaved_rope_of_sliding_layers,
+        sizes=attention.types_by_pattern,
+        windows=attention.windows_by_type,
+        ropes=rope.interleaved_rope_of_sliding_layers,
     ),
     "Qwen2MoeForCausalLM": Architecture(
         model_type="qwen2_moe",
         defaults={**SLIDING, "attention_bias": True, "attention_out_bias": False},
         attention_bias=True,
-        windows=windows_by_type_if_used,
-        experts=qwen2_moe_experts,
+        windows=attention.windows_by_type_if_used,
+        experts=moe.qwen2_moe_experts,
         aliases={"attention_bias": "qkv_bias"},
     ),
     "MiMoForCausalLM": Architecture(
@@ -235,7 +214,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults={"rms_norm_eps": 1e-5},
         attention_bias=True,
         qk_norm="width",
-        experts=olmoe_experts,
+        experts=moe.olmoe_experts,
         refuse=refuse_options(clip_qkv=None),
     ),
     "Glm4MoeForCausalLM": Architecture(
@@ -250,8 +229,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         attention_bias=True,
         qk_norm="heads",
         qk_norm_flag="use_qk_norm",
-        ropes=partial_rope,
-        experts=deepseek_v3_experts,
+        ropes=rope.partial_rope,
+        experts=moe.deepseek_v3_experts,
         mtp="deepseek",
     ),
     "Ernie4_5_MoeForCausalLM": replace(
@@ -259,32 +238,32 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="ernie4_5_moe",
         defaults={**_ERNIE.defaults, "moe_num_shared_experts": 2},
         head_dim=None,
-        experts=ernie_experts,
+        experts=moe.ernie_experts,
     ),
-    "GraniteMoeForCausalLM": replace(_GRANITE, model_type="granitemoe", experts=granite_moe_experts),
+    "GraniteMoeForCausalLM": replace(_GRANITE, model_type="granitemoe", experts=moe.granite_moe_experts),
     "MiniMaxM2ForCausalLM": Architecture(
         model_type="minimax_m2",
         defaults={"rope_theta": 5e6},
         head_dim=128,
         qk_norm="width",
-        ropes=rope_of_rotary_dim,
-        experts=minimax_m2_experts,
+        ropes=rope.rope_of_rotary_dim,
+        experts=moe.minimax_m2_experts,
         own_code="modeling_minimax_m2.MiniMaxM2ForCausalLM",
         refuse=refuse_other_minimax,
     ),
     "MixtralForCausalLM": Architecture(
         model_type="mixtral",
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
-        windows=one_window,
-        experts=mixtral_experts,
+        windows=attention.one_window,
+        experts=moe.mixtral_experts,
     ),
     "SmolLM3ForCausalLM": Architecture(
         model_type="smollm3",
         defaults={"rope_theta": 2e6, "tie_word_embeddings": True},
         attention_bias=True,
         mlp_bias=True,
-        windows=windows_by_type_if_used,
-        ropes=rope_of_some_layers,
+        windows=attention.windows_by_type_if_used,
+        ropes=rope.rope_of_some_layers,
     ),
     "GraniteForCausalLM": _GRANITE,
     "Phi3ForCausalLM": _PHI3,
@@ -322,14 +301,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ApertusForCausalLM": Architecture(
         model_type="apertus",
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1.2e7, "rope_parameters": _APERTUS_ROPE},
-        hidden_acts=("xielu",),
-        activation="xielu",
+        hidden_acts={"xielu": "xielu"},
         attention_bias=True,
         qk_norm="heads",
-        names={
-            "input_layernorm": "attention_layernorm",
-            "post_attention_layernorm": "feedforward_layernorm",
-        },
+        names=spelled("input_layernorm=attention_layernorm post_attention_layernorm=feedforward_layernorm"),
     ),
     "Ernie4_5ForCausalLM": _ERNIE,
     "Exaone4ForCausalLM": Architecture(
@@ -337,9 +312,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
         qk_norm="heads",
         block="post_norm",
-        sizes=types_by_pattern,
-        windows=windows_by_type,
-        ropes=rope_of_sliding_layers,
+        sizes=attention.types_by_pattern,
+        windows=attention.windows_by_type,
+        ropes=rope.rope_of_sliding_layers,
     ),
     **DEEPSEEKS,
     **HYBRIDS,
@@ -395,3 +370,17 @@ def named_architecture(fields: Fields) -> Architecture:
         f"{fields.where}: architecture {wanted} is not supported{reason}; supported: "
         f"{', '.join(ARCHITECTURES)}"
     )
+
+
+def language_model(fields: Fields) -> tuple[Architecture, Fields]:
+    """Return the architecture of the language model, and its fields; those of `text_config` where it sees."""
+    kind = architecture_of(fields)
+    if not kind.is_nested:
+        return kind, fields
+    fields = text_fields(fields)
+    named = fields.raw.get("model_type")
+    kind = next((inner for inner in kind.nested if inner.model_type == named), kind)
+    if kind.text_type:
+        named = {"model_type": named or kind.text_type, "architectures": None}
+        kind = named_architecture(fields.replace(**named))
+    return kind, with_text_sizes(fields, kind.model_type)
