@@ -71,7 +71,7 @@ class WorkerPool:
 
     async def answer_frame(self, frame: bytes) -> dict[str, Any]:
         """Send an encoded frame (`worker.to_frame`), otherwise like `answer`."""
-        async with self._slot():
+        async with self._slot(len(frame)):
             for seconds in self._seconds:
                 reply = await self._try(frame, seconds)
                 if reply is not None:
@@ -79,13 +79,13 @@ class WorkerPool:
         raise _no_worker()
 
     @contextlib.asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
+    async def _slot(self, size: int) -> AsyncIterator[None]:
         """Hold a slot for a worker. Raises ApiError 503 where none becomes free in time."""
         if not self._slots.has_room(MOST_WAITING):
             raise workers_busy()
         try:
             async with asyncio.timeout(WAIT_SECONDS):
-                caller = await self._slots.acquire()
+                caller = await self._slots.acquire(size)
         except TimeoutError:
             raise workers_busy() from None
         try:

@@ -341,3 +341,12 @@ async def test_large_bodies_of_open_requests_have_a_bound() -> None:
         go_on.set()
         assert (await first).text == "a"
         assert (await http.post("/echo", json=text)).status_code == 200
+
+
+async def test_body_that_open_bodies_never_have_room_for_is_too_large() -> None:
+    app = make_app([echo], fake_services(open_body_bytes=1 << 20))
+    async with client(app) as http:
+        refused = await http.post("/echo", json={"text": "a" * 1_000_000})
+    check_error(refused, 413, "request_too_large")
+    assert "at most 917,504 bytes" in refused.text
+    assert "limits.open_body_bytes" in refused.text
