@@ -158,7 +158,7 @@ class ConnectionLimiter:
 
     def admit(self, connection: "LimitedProtocol", host: str) -> bool:
         """Count a new, idle connection. False when it must be refused; it is not counted then."""
-        group = _group(host)
+        group = address_group(host)
         if not self._make_room(group, host):
             return False
         self._open[connection] = group
@@ -275,7 +275,8 @@ class BodyMemory:
 
 
 @lru_cache(maxsize=4096)
-def _group(host: str) -> str:
+def address_group(host: str) -> str:
+    """Return the name under which connections of a host are counted: its network for IPv6."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
