@@ -76,7 +76,7 @@ class WrongKeyLimiter:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
-        """Those of the addresses that sent a wrong key last, the latest at the end."""
+        """Buckets of the addresses that sent a wrong key last, the latest at the end."""
 
     def take(self, address: str) -> None:
         """Count a wrong key. Raises ApiError 429."""
