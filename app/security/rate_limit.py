@@ -89,7 +89,7 @@ class WrongKeyLimiter:
             raise ApiError(
                 429,
                 "Too many requests with an invalid API key came from your address. Correct the key (`llmbox "
-                f"key list` shows those of this server), then try again in {seconds} s.",
+                f"key ls` shows those of this server), then try again in {seconds} s.",
                 "too_many_attempts",
                 None,
                 "rate_limit_error",

@@ -57,7 +57,7 @@ def identify(connection: Connection) -> Identity:
             client = connection.scope["client"]
             security.wrong_keys.take(address_group(client[0]) if client else "")
             raise unauthorized(
-                "The API key is not valid: it is unknown, expired or revoked. `llmbox key list` shows the "
+                "The API key is not valid: it is unknown, expired or revoked. `llmbox key ls` shows the "
                 "keys of this server, `llmbox key add NAME` makes one."
             )
         return found

@@ -288,7 +288,7 @@ async def test_wrong_keys_of_an_address_are_limited_and_right_ones_are_not(tmp_p
         refused = await http.get("/known", headers=wrong)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["code"] == "too_many_attempts"
-        assert "llmbox key list" in refused.json()["error"]["message"]
+        assert "llmbox key ls` shows" in refused.json()["error"]["message"]
         assert (await http.get("/known", headers=right)).status_code == 200
         assert (await other.get("/known", headers=wrong)).status_code == 401
         clock.now += 1

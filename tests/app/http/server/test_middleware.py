@@ -242,7 +242,9 @@ async def test_every_answer_carries_the_headers(path: str) -> None:
 async def test_errors_have_one_shape_and_tell_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async with client(make_app([boom, echo])) as http:
         check_error(await http.get("/nope"), 404, "not_found")
-        check_error(await http.get("/echo"), 405, "method_not_allowed")
+        wrong = await http.get("/echo")
+        check_error(wrong, 405, "method_not_allowed")
+        assert "It supports POST." in wrong.text
         answer = await http.get("/boom")
     check_error(answer, 500, "internal_error")
     assert "secret" not in answer.text
