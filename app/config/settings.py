@@ -72,8 +72,8 @@ class LimitSettings:
     file_bytes: int = key(100_000_000, "Maximum size of an uploaded file in bytes.", low=1024, high=1 << 36)
     open_body_bytes: int | None = key(
         None,
-        "Size of the bodies of all open requests in bytes above which a body of 1 MiB or more gets 503; "
-        "auto: a sixteenth of the memory, 1 GB at most.",
+        "Maximum size of the bodies of all open requests in bytes; further ones get 503, those of more than "
+        "64 KiB from seven eighths on. auto: 1/128 of the memory (a cgroup's limit counts), 1 GB at most.",
         low=1 << 20,
         high=1 << 40,
     )

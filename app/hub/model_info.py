@@ -15,7 +15,7 @@ from llmbox.engine.checkpoint.formats.weight_format import GgufFormat, check_ten
 from llmbox.engine.checkpoint.index import list_tensors
 from llmbox.engine.checkpoint.names import full_names
 from llmbox.engine.checkpoint.quantized_layout import MODELOPT_FILE
-from llmbox.engine.checkpoint.safetensors import TensorEntry, entries_of, load_json, refuse_overlaps
+from llmbox.engine.checkpoint.safetensors import TensorEntry, entries_of, load_json
 from llmbox.engine.errors import EngineError, ModelError
 from llmbox.engine.gguf.folder import config_json, gguf_of, vector_files
 from llmbox.engine.gguf.matrices import check_matrices
@@ -202,7 +202,6 @@ def remote_header(hub: Hub, listing: RepoListing, file: RepoFile) -> list[Tensor
         raw, start = load_json(path, io.BytesIO(head), file.size)
         raw.pop("__metadata__", None)
         tensors = entries_of(path, raw, start, file.size)
-        refuse_overlaps(tensors)
     except EngineError as error:
         raise HubError("unsupported_model", f"{listing.repo} cannot be served", str(error)) from None
     return tensors

@@ -3,10 +3,11 @@
 import asyncio
 import base64
 import binascii
+import contextlib
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import unquote_to_bytes
@@ -18,9 +19,9 @@ from llmbox.engine.model_config.vision.config import VisionConfig
 
 from ..config.settings import LimitSettings
 from ..errors import ApiError
-from ..sandbox.pool import WorkerPool
+from ..sandbox.pool import WorkerPool, workers_busy
 from ..sandbox.worker import ATTACHED, to_frame
-from ..util.threads import off_loop
+from ..util.threads import FairSlots, off_loop
 from .source import SECONDS as FETCH_SECONDS
 from .source import FetchError, ImageSource, fetch_image
 
@@ -37,6 +38,8 @@ MOST_PIXEL_BYTES: Final = 48 << 20
 
 OPEN_IMAGE_BYTES: Final = 1 << 30
 """Pixels of the images of all requests that are being prepared or answered."""
+MOST_FETCHES, MOST_FETCHES_PER_CALLER = 6, 4
+"""Images that are fetched and decoded at once: a short request may name a large one."""
 MOST_WORKERS_PER_CALLER: Final = 2
 """Images of one caller that may be with the workers at once: there is one more worker for the others."""
 
@@ -96,6 +99,7 @@ class ImageReader:
         self.open_bytes = 0
         """Pixels that `ImageLease` counts."""
         self._pool = WorkerPool("image_worker", WORKERS, SECONDS, MOST_WORKERS_PER_CALLER)
+        self._fetches = FairSlots(MOST_FETCHES, MOST_FETCHES_PER_CALLER)
         self._kept: OrderedDict[bytes, DecodedImage] = OrderedDict()
         self._size = 0
 
@@ -116,10 +120,11 @@ class ImageReader:
         found, size, left = [], 0, MOST_FETCH_SECONDS
         for source in sources:
             try:
-                started = time.monotonic()
-                data = await self._data(source, limits, left, may_fetch=may_fetch)
-                left -= time.monotonic() - started
-                decoded = await self._decode(data, facts, source, limits)
+                async with self._place(source):
+                    started = time.monotonic()
+                    data = await self._data(source, limits, left, may_fetch=may_fetch)
+                    left -= time.monotonic() - started
+                    decoded = await self._decode(data, facts, source, limits)
             except (FetchError, ValueError) as error:
                 raise image_error(source.param, str(error)) from None
             size += decoded.nbytes
@@ -132,6 +137,22 @@ class ImageReader:
             lease.add(decoded.nbytes)
             found.append(decoded)
         return found
+
+    @contextlib.asynccontextmanager
+    async def _place(self, source: ImageSource) -> AsyncIterator[None]:
+        """Hold a place among the images that are fetched. Raises ApiError 503 where none becomes free."""
+        if source.url[:5].lower() == "data:":  # the request's body has it already
+            yield
+            return
+        try:
+            async with asyncio.timeout(MOST_FETCH_SECONDS):
+                caller = await self._fetches.acquire()
+        except TimeoutError:
+            raise workers_busy() from None
+        try:
+            yield
+        finally:
+            self._fetches.release(caller)
 
     async def _data(
         self, source: ImageSource, limits: LimitSettings, left: float, *, may_fetch: bool

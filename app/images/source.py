@@ -97,7 +97,9 @@ MOST_ADDRESSES: Final = 4
 """Addresses of a name to try."""
 MOST_REDIRECTS: Final = 3
 MOST_URL: Final = 4096
-_CHUNK: Final = 1 << 16
+MOST_PARTS: Final = 32_768
+"""Parts that a body may arrive in: a server that sends single bytes as chunks must not hold up the loop."""
+_CHUNK: Final = 1 << 14
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _OK: Final = 200
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -135,6 +137,20 @@ def is_public(address: str) -> bool:
     return found.is_global and not (found.is_multicast or found.is_reserved or found.is_unspecified)
 
 
+def is_own(address: str) -> bool:
+    """Return whether a public address is this machine's: a firewall may shield what listens there. Nothing is
+    sent.
+    """
+    found = ipaddress.ip_address(address.partition("%")[0])
+    family = socket.AF_INET if found.version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((str(found), 9))
+            return ipaddress.ip_address(probe.getsockname()[0]) == found
+    except OSError:  # there is no way to it
+        return False
+
+
 async def resolve(host: str, port: int) -> list[str]:
     """Return the addresses of a host."""
     loop = asyncio.get_running_loop()
@@ -165,7 +181,7 @@ async def _get(url: str, most_bytes: int, find_addresses: Resolve) -> tuple[str 
     parts = urlsplit(url)
     host, port = _check_url(url, parts)
     addresses = await find_addresses(host, port)
-    if not addresses or not all(map(is_public, addresses)):
+    if not addresses or not all(map(is_public, addresses)) or any(map(is_own, addresses)):
         raise FetchError("its URL does not lead to the public Internet")
     context = ssl.create_default_context() if parts.scheme == "https" else None
     reader, writer = await _connect(list(dict.fromkeys(addresses)), host, port, context)
@@ -208,11 +224,12 @@ def _check_url(url: str, parts: SplitResult) -> tuple[str, int]:
 async def _receive(
     connection: h11.Connection, reader: asyncio.StreamReader, most_bytes: int
 ) -> tuple[str | None, bytes]:
-    body = bytearray()
+    body, parts = bytearray(), 0
     while True:
         event = connection.next_event()
         if event is h11.NEED_DATA:
             connection.receive_data(await reader.read(_CHUNK))
+            await asyncio.sleep(0)  # `read` does not wait while there are bytes
         elif isinstance(event, h11.Response):
             headers = {name: value.decode("latin-1") for name, value in event.headers}
             if event.status_code in _REDIRECTS and b"location" in headers:
@@ -221,6 +238,9 @@ async def _receive(
                 raise FetchError(f"its URL answered with status {event.status_code}")
         elif isinstance(event, h11.Data):
             body += event.data
+            parts += 1
+            if parts > max(MOST_PARTS, most_bytes // 512):
+                raise FetchError("its server sends it in too small parts")
             if len(body) > most_bytes:
                 raise FetchError(f"it has more than {most_bytes:,} bytes (limits.image_bytes)")
         elif isinstance(event, h11.EndOfMessage):

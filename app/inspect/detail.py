@@ -323,7 +323,12 @@ async def find_logged(
     """Return (record, content that this reader may see, whether content is hidden). Raises ApiError 404."""
     found = await services.request_log.get_with_content(request_id)
     if found is None:
-        raise ApiError(404, f"No request {request_id!r} is known.", "request_not_found", "request_id")
+        raise ApiError(
+            404,
+            f"No request {request_id!r} is known. `llmbox requests` lists them.",
+            "request_not_found",
+            "request_id",
+        )
     record, content = found
     if content is None or services.security.may_read(identity, content.owner):
         return record, content, False

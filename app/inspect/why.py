@@ -181,7 +181,12 @@ async def request_time(services: Services, request_id: str) -> RequestTime:
     kept = await services.request_log.get_times(request_id)  # first: it waits for rows that are being written
     record = await services.request_log.get(request_id)
     if record is None:
-        raise ApiError(404, f"No request {request_id!r} is known.", "request_not_found", "request_id")
+        raise ApiError(
+            404,
+            f"No request {request_id!r} is known. `llmbox requests` lists them.",
+            "request_not_found",
+            "request_id",
+        )
     times = _times(record, kept)
     if times is None:
         raise ApiError(

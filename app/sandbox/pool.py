@@ -3,8 +3,9 @@
 A worker that the CPU alarm ended, or that burnt its time, met a job that is too expensive: an error.
 One that died or stopped for another reason is replaced and the job tried once more, all within 2 s.
 
-Seconds are counted in ticks in which the worker could have gone on: one that waits for a core that others
-have, or stood still with the whole machine, is not to blame (the processor time of a job is bounded anyway).
+The processor time of a job is bounded in the worker. Seconds here only find a worker that stands still, so
+they are counted in ticks in which it did nothing and could have: it did not wait for a core, a disk or bytes,
+and this loop was not late. On a machine that is too slow, 503 says so.
 """
 
 import asyncio
@@ -31,6 +32,8 @@ START_SECONDS = 10.0
 """Time for a new worker to come up: a tenth of a second, but not on a machine that is short of processors."""
 LONGEST_SECONDS = 60.0
 """Longest wait of any kind, also where others have every core."""
+_LATE = 1.25
+"""Ticks after which a tick counts as late: this loop had other work, so the worker may have waited for it."""
 MUCH_CPU = 0.1
 """CPU seconds after which a failed job counts as expensive: ordinary jobs take some milliseconds."""
 MOST_WAITING = 2048
@@ -41,6 +44,10 @@ MOST_REPLIES = 32
 """Checked grammars that are kept."""
 _TICK = 0.1
 _TOO_EXPENSIVE = "it takes too much computing"
+
+
+class _SlowMachineError(Exception):
+    """The worker went on for `LONGEST_SECONDS`, or waited for the machine, and did not end."""
 
 
 class WorkerPool:
@@ -71,7 +78,7 @@ class WorkerPool:
 
     async def answer_frame(self, frame: bytes) -> dict[str, Any]:
         """Send an encoded frame (`worker.to_frame`), otherwise like `answer`."""
-        async with self._slot():
+        async with self._slot(len(frame)):
             for seconds in self._seconds:
                 reply = await self._try(frame, seconds)
                 if reply is not None:
@@ -79,13 +86,13 @@ class WorkerPool:
         raise _no_worker()
 
     @contextlib.asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
+    async def _slot(self, size: int) -> AsyncIterator[None]:
         """Hold a slot for a worker. Raises ApiError 503 where none becomes free in time."""
         if not self._slots.has_room(MOST_WAITING):
             raise workers_busy()
         try:
             async with asyncio.timeout(WAIT_SECONDS):
-                caller = await self._slots.acquire()
+                caller = await self._slots.acquire(size)
         except TimeoutError:
             raise workers_busy() from None
         try:
@@ -103,6 +110,8 @@ class WorkerPool:
             return self._idle.pop()
         try:
             return await _start(self._module)
+        except _SlowMachineError:
+            raise _slow_machine() from None
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             raise _no_worker() from None
 
@@ -117,6 +126,8 @@ class WorkerPool:
             reply = await _within(seconds, worker, _exchange(worker, frame))
         except TimeoutError:
             expensive = _cpu_seconds(worker.pid) - used > MUCH_CPU
+        except _SlowMachineError:
+            raise _slow_machine() from None
         except (OSError, asyncio.IncompleteReadError):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TOTAL_SECONDS):
@@ -151,22 +162,33 @@ async def _start(module: str) -> Process:
 
 
 async def _within(seconds: float, worker: Process, work: Coroutine[Any, Any, Any]) -> Any:
-    """Await `work`. Raises TimeoutError once the worker had so many seconds in which it could have
-    gone on.
+    """Await `work`. Raises TimeoutError once the worker stood still for so many seconds, _SlowMachineError
+    after `LONGEST_SECONDS`.
     """
-    task = asyncio.ensure_future(work)
-    left, ticks = round(seconds / _TICK), round(LONGEST_SECONDS / _TICK)
+    task, clock = asyncio.ensure_future(work), asyncio.get_running_loop().time
+    left, before = round(seconds / _TICK), _progress(worker)
     try:
-        while left > 0 and ticks > 0:
+        for _ in range(round(LONGEST_SECONDS / _TICK)):
+            started = clock()
             done, _ = await asyncio.wait({task}, timeout=_TICK)
             if done:
                 return task.result()
-            ticks -= 1
-            left -= 0 if _waits_for_core(worker.pid) else 1
-        raise TimeoutError
+            now = _progress(worker)
+            is_late = clock() - started > _LATE * _TICK
+            left -= 0 if is_late or now != before or _waits_for_machine(worker.pid) else 1
+            if left <= 0:
+                raise TimeoutError
+            before = now
+        raise _SlowMachineError
     finally:
         task.cancel()
         await asyncio.wait({task})  # its reader must be free for `_wait_for_exit`
+
+
+def _progress(worker: Process) -> tuple[float, int]:
+    """Return values that change while a worker computes, or reads its job."""
+    assert worker.stdin is not None
+    return _cpu_seconds(worker.pid), worker.stdin.transport.get_write_buffer_size()
 
 
 async def _exchange(worker: Process, frame: bytes) -> dict[str, Any]:
@@ -213,9 +235,10 @@ async def read_pdf(data: bytes) -> dict[str, Any]:
     except OSError:
         raise _no_worker() from None
     try:
-        async with asyncio.timeout(PDF_SECONDS):
-            reply, _ = await worker.communicate(data)
+        reply, _ = await _within(PDF_SECONDS, worker, worker.communicate(data))
         found: dict[str, Any] = json.loads(reply)
+    except _SlowMachineError:
+        raise _slow_machine() from None
     except (TimeoutError, ValueError):  # it was ended by a limit
         return {"error": "it takes too much computing"}
     finally:
@@ -229,14 +252,19 @@ def _cpu_seconds(pid: int) -> float:
     return 0.0 if state is None else state.seconds
 
 
-def _waits_for_core(pid: int) -> bool:
-    """Return True if the process is runnable or running: then its CPU alarm ends it."""
+def _waits_for_machine(pid: int) -> bool:
+    """Return True if the process runs (then its CPU alarm ends it), or waits for a core or a disk."""
     state = read_state(pid)
-    return state is not None and state.letter == "R"
+    return state is not None and state.waits_for_machine
 
 
 def _no_worker() -> ApiError:
     return _unavailable("its worker stopped. Try again.", "worker_failed", 1)
+
+
+def _slow_machine() -> ApiError:
+    why = f"it took more than {LONGEST_SECONDS:g} s: other programs keep this machine busy. Try again later."
+    return _unavailable(why, "machine_busy", 5)
 
 
 def workers_busy() -> ApiError:

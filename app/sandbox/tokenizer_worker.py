@@ -15,7 +15,13 @@ from typing import Any
 
 from llmbox.engine.checkpoint.files import MAX_BYTES, read_regular
 
-from ..text.tokenizer.text_encoder import SpecialTokenMarkers, TextEncoder, TokenizeError, load_tokenizer
+from ..text.tokenizer.text_encoder import (
+    MOST_TOKENS,
+    SpecialTokenMarkers,
+    TextEncoder,
+    TokenizeError,
+    load_tokenizer,
+)
 from .worker import Answer, run_worker
 
 TOKENS_BESIDE = 65_536
@@ -26,7 +32,7 @@ def make_answer(path: Path, load_seconds: float) -> Answer:
     """Load the tokenizer, before the first job, and return the function that answers jobs."""
     signal.setitimer(signal.ITIMER_PROF, load_seconds)
     try:
-        encoder, problem = TextEncoder(load_tokenizer(read_regular(path, MAX_BYTES))), ""
+        encoder, problem = TextEncoder(load_tokenizer(read_regular(path, MAX_BYTES)), MOST_TOKENS), ""
     except (OSError, ValueError, TokenizeError, MemoryError) as error:
         encoder, problem = None, f"{error}" or type(error).__name__
     signal.setitimer(signal.ITIMER_PROF, 0)

@@ -6,7 +6,9 @@ its end: concurrent requests cannot spend one minute's quota several times.
 
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from typing import Final
 
 from ..config.entries import TokenPrice
 from ..errors import ApiError
@@ -17,6 +19,11 @@ Clock = Callable[[], float]
 
 UNSTATED_OUTPUT = 1024
 """Tokens reserved for a choice whose request sets no limit; half a minute's quota where that is less."""
+
+
+WRONG_KEYS_PER_MINUTE: Final = 60
+"""Requests with a wrong key that one address may send; more get 429."""
+_MOST_ADDRESSES: Final = 4096
 
 
 class TokenBucket:
@@ -61,6 +68,33 @@ class TokenBucket:
 
     def _seconds(self, amount: float) -> float:
         return amount * 60 / self.capacity
+
+
+class WrongKeyLimiter:
+    """Rate limit of wrong keys by address, one token bucket each. Valid keys are not slowed by it."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+        """Buckets of the addresses that sent a wrong key last, the latest at the end."""
+
+    def take(self, address: str) -> None:
+        """Count a wrong key. Raises ApiError 429."""
+        bucket = self._buckets.pop(address, None) or TokenBucket(WRONG_KEYS_PER_MINUTE, self._clock)
+        self._buckets[address] = bucket
+        if len(self._buckets) > _MOST_ADDRESSES:
+            self._buckets.popitem(last=False)
+        if wait := bucket.take(1):
+            seconds = max(1, math.ceil(wait))
+            raise ApiError(
+                429,
+                "Too many requests with an invalid API key came from your address. Correct the key (`llmbox "
+                f"key ls` shows those of this server), then try again in {seconds} s.",
+                "too_many_attempts",
+                None,
+                "rate_limit_error",
+                {"Retry-After": str(seconds)},
+            )
 
 
 class KeyLimiter:

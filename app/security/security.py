@@ -10,7 +10,7 @@ from ..errors import ApiError
 from .key_store import KeyStore, LastUsed
 from .keys import ApiKey, Scope, Tier
 from .quotas import QuotaLedger
-from .rate_limit import KeyLimiter, KeyLimiters
+from .rate_limit import KeyLimiter, KeyLimiters, WrongKeyLimiter
 from .sessions import PATH, OneTimeTokens, Session, Sessions, SignInBackoff
 
 BACKGROUND_PRIORITY = 1000
@@ -109,6 +109,7 @@ class Security:
     sessions: Sessions
     tokens: OneTimeTokens
     back_off: SignInBackoff
+    wrong_keys: WrongKeyLimiter
 
     @classmethod
     def of(
@@ -124,6 +125,7 @@ class Security:
             Sessions(clock),
             OneTimeTokens(clock),
             SignInBackoff(clock),
+            WrongKeyLimiter(clock),
         )
 
     def sign_in_link(self, url: str) -> str:

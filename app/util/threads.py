@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import heapq
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from typing import Final, TypeVar
@@ -14,28 +15,33 @@ SMALL = 2000
 """Characters or tokens that are processed on the loop: about the time that a thread switch takes."""
 
 
+_SIZE_PER_TURN, _MOST_TURNS = 8192, 64
+"""Characters for which a job lets one that comes a turn later go first, and the most that may overtake it."""
 TENANT: Final = ContextVar("tenant", default="")
 """Tenant of the request that this task works for (`Identity.tenant`); empty for the daemon itself."""
 
 
 class FairSlots:
     """Semaphore with fair shares: a free slot goes to the waiting caller that holds the fewest; of several,
-    to the one that was served the longest ago. Belongs to one event loop.
+    to the one that was served the longest ago. A caller's short jobs go before its long ones, which age.
+    Belongs to one event loop.
     """
 
     def __init__(self, size: int, most_per_caller: int) -> None:
         """`most_per_caller`: slots that one caller may hold, also while others are free."""
         self._free, self._most = size, most_per_caller
         self._held: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[str, list[tuple[int, int, asyncio.Future[None]]]] = {}
+        """Heaps of jobs by caller: when each is due in turns, and its number."""
+        self._jobs = 0
         self._turns = 0
         self._last_turn: dict[str, int] = {}
         """Number of the last turn of each caller that holds a slot or waits."""
 
     @contextlib.asynccontextmanager
-    async def hold(self) -> AsyncIterator[None]:
-        """Hold a slot."""
-        caller = await self.acquire()
+    async def hold(self, size: int = 0) -> AsyncIterator[None]:
+        """Hold a slot for a job of so many characters."""
+        caller = await self.acquire(size)
         try:
             yield
         finally:
@@ -47,17 +53,19 @@ class FairSlots:
             return True
         return len(self._waiting.get(TENANT.get(), ())) * len(self._waiting) < most
 
-    async def acquire(self) -> str:
-        """Take a slot for `TENANT`, which is returned for `release`."""
+    async def acquire(self, size: int = 0) -> str:
+        """Take a slot for a job of `TENANT`, which is returned for `release`."""
         caller = TENANT.get()
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(caller, deque()).append(turn)
+        self._jobs += 1
+        job = (self._turns + min(size // _SIZE_PER_TURN, _MOST_TURNS), self._jobs, turn)
+        heapq.heappush(self._waiting.setdefault(caller, []), job)
         self._serve()
         try:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                self._leave(caller, turn)
+                self._leave(caller, job)
             else:
                 self.release(caller)
             raise
@@ -69,10 +77,11 @@ class FairSlots:
         self._forget(caller)
         self._serve()
 
-    def _leave(self, caller: str, turn: "asyncio.Future[None]") -> None:
-        turns = self._waiting.get(caller, deque())
-        if turn in turns:
-            turns.remove(turn)
+    def _leave(self, caller: str, job: tuple[int, int, "asyncio.Future[None]"]) -> None:
+        jobs = self._waiting.get(caller, [])
+        if job in jobs:
+            jobs.remove(job)
+            heapq.heapify(jobs)
             self._forget(caller)
 
     def _forget(self, caller: str) -> None:
@@ -89,7 +98,7 @@ class FairSlots:
             caller = min(self._waiting, key=self._rank)
             if self._held[caller] >= self._most:
                 return
-            turn = self._waiting[caller].popleft()
+            *_, turn = heapq.heappop(self._waiting[caller])
             if not turn.done():  # else its task was cancelled, and has not run since
                 self._free -= 1
                 self._held[caller] += 1

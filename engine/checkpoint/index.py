@@ -4,6 +4,7 @@ against what a model asks for; and single rows of its matrices as Python floats,
 
 import math
 import struct
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +38,8 @@ NOT_NEEDED = (
 """Suffixes of tensors that are ignored. Older checkpoints store the first, which is computed from
 config.json. The second belongs to a head that the engine does not run (`model_config/config.py`)."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_LAST: Final = "\U0010ffff"
+"""Character that sorts behind those of names."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of tensors that are not quantized."""
 
@@ -164,12 +167,13 @@ class ExpectedTensors:
         self.left = dict(entries)
         self.where, self._names = where, names
         self._is_quantized = is_quantized
-        self._below: dict[str, list[str]] = {}
-        """Names of the tensors below each module."""
-        for name in entries:
-            for end, letter in enumerate(name):
-                if letter == ".":
-                    self._below.setdefault(name[:end], []).append(name)
+        self._sorted = sorted(entries)
+        """Names: a dict of all modules would be quadratic in the length of a hostile name."""
+
+    def _beginning(self, prefix: str) -> list[str]:
+        """Return the names of the checkpoint that begin with `prefix`, taken ones included."""
+        first = bisect_left(self._sorted, prefix)
+        return self._sorted[first : bisect_left(self._sorted, prefix + _LAST, first)]
 
     def at(self, prefix: str, name: str) -> str:
         """Return a name below a prefix as the checkpoint has it (`Weights`)."""
@@ -187,14 +191,14 @@ class ExpectedTensors:
 
     def take_all(self, module: str) -> None:
         """Take all that is below a module."""
-        for name in self._below.get(module, ()):
+        for name in self._beginning(f"{module}."):
             self.left.pop(name, None)
 
     def take_stack(self, name: str, shape: tuple[int, int, int], biases: int) -> bool:
         """Take the tensors of all experts of a layer, whose names begin with `name`; False if there are none.
         Those of a quantized checkpoint are checked by their format. `biases`: number for each expert.
         """
-        stack = [each for each in self.left if each.startswith(name)]
+        stack = [each for each in self._beginning(name) if each in self.left]
         for each in stack:
             is_matrix = each in {name, f"{name}.weight"} and self.left[each].dtype in _FLOATS
             if is_matrix:
@@ -206,7 +210,7 @@ class ExpectedTensors:
         return bool(stack)
 
     def has(self, module: str) -> bool:
-        return module in self._below
+        return bool(self._beginning(f"{module}."))
 
     def each(self, count: int) -> Iterator[int]:
         """Iterate over modules of one shape by their numbers."""

@@ -7,6 +7,7 @@ Files are read and never mapped: one that shrinks later causes an error message 
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +21,10 @@ from .quantized_layout import STORED_BYTES
 FETCH_AGAIN = "the file is damaged or its download was cut short: download it again"
 MAX_HEADER = 100_000_000
 """Maximum header size in bytes, as the format defines it."""
+MAX_TENSORS = 1 << 18
+"""Most tensors of one file. A shard of a mixture of 384 experts has some thousand."""
+MAX_DIMENSIONS = 16
+"""Most dimensions of a tensor: the product of a million large ones would take hours."""
 SUPPORTED = {"BF16": 2, "F16": 2, "F32": 4}
 SIZES = SUPPORTED | STORED_BYTES
 """Bytes of one element."""
@@ -29,6 +34,8 @@ CAUSAL_MASKS = tuple(
     f".{module}.{name}" for module in ("attention", "attn") for name in ("bias", "masked_bias")
 )
 """Ends of the names of masks that older checkpoints store."""
+_MASKS = (UNREAD_MASK, *CAUSAL_MASKS)
+_MASK_SIZES = SIZES | {"BOOL": 1}
 OTHER_DTYPES = {
     "BOOL",
     "F8_E5M2",
@@ -96,7 +103,6 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     if not raw:
         raise ModelError(f"{file}: the header names no tensors; {FETCH_AGAIN}")
     entries = entries_of(file, raw, data_start, size)
-    refuse_overlaps(entries)
     return {e.name: e for e in entries}
 
 
@@ -108,13 +114,10 @@ def load_json(file: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any], 
         )
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in seen:
-                raise ModelError(
-                    f"{file}: {shown(key)} appears twice in the header: refused, fetch another copy"
-                )
-            seen[key] = value
+        seen = dict(pairs)
+        if len(seen) < len(pairs):
+            key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            raise ModelError(f"{file}: {shown(key)} appears twice in the header: refused, fetch another copy")
         return seen
 
     try:
@@ -127,33 +130,41 @@ def load_json(file: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any], 
 
 
 def entries_of(file: Path, raw: dict[str, Any], data_start: int, size: int) -> list[TensorEntry]:
-    """Return the tensors of a parsed header without its metadata. Whether quantized ones may be there is
-    checked with the weight format that config.json names (`formats/weight_format.py`).
+    """Return the tensors of a parsed header without its metadata, none over another. Whether quantized ones
+    may be there is checked with the weight format that config.json names (`formats/weight_format.py`).
     """
-    return [entry(file, name, value, data_start, size) for name, value in raw.items()]
+    if len(raw) > MAX_TENSORS:
+        raise ModelError(
+            f"{file}: the header names {len(raw):,} tensors, at most {MAX_TENSORS:,} are read: save the "
+            "model in more shards"
+        )
+    entries = [entry(file, name, value, data_start, size) for name, value in raw.items()]
+    refuse_overlaps(entries)
+    return entries
 
 
 def entry(file: Path, name: str, value: Any, data_start: int, size: int) -> TensorEntry:
-    where = f"{file}: tensor {shown(name)}"
+    def refused(why: str) -> ModelError:
+        return ModelError(f"{file}: tensor {shown(name)}{why}")
+
     if len(name) > MAX_NAME or not NAME.fullmatch(name):
-        raise ModelError(f"{where}: not a tensor name; refused, fetch another copy of the model")
+        raise refused(": not a tensor name; refused, fetch another copy of the model")
     if not isinstance(value, dict):
-        raise ModelError(f"{where}: its header entry is not an object; {FETCH_AGAIN}")
+        raise refused(f": its header entry is not an object; {FETCH_AGAIN}")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    sizes = SIZES | {"BOOL": 1} if name.endswith((UNREAD_MASK, *CAUSAL_MASKS)) else SIZES
+    sizes = _MASK_SIZES if name.endswith(_MASKS) else SIZES
     if not isinstance(dtype, str) or dtype not in sizes:
         known = "is not supported" if str(dtype) in OTHER_DTYPES else "is unknown"
-        raise ModelError(f"{where}: dtype {dtype!r} {known}; supported: {', '.join(SUPPORTED)}")
-    if not is_counts(shape) or not is_counts(offsets) or len(offsets) != 2:
-        raise ModelError(f"{where}: bad shape {shape!r} or data_offsets {offsets!r}; {FETCH_AGAIN}")
+        raise refused(f": dtype {shown(str(dtype))} {known}; supported: {', '.join(SUPPORTED)}")
+    if not is_counts(shape, MAX_DIMENSIONS) or not is_counts(offsets, 2) or len(offsets) != 2:
+        bad = f"shape {shown(str(shape))} or data_offsets {shown(str(offsets))}"
+        raise refused(f": bad {bad}; {FETCH_AGAIN}")
     begin, end = offsets
     need = math.prod(shape) * sizes[dtype]
     if end - begin != need:
-        raise ModelError(
-            f"{where}: shape {shape} needs {need} bytes, the header gives {end - begin}; {FETCH_AGAIN}"
-        )
+        raise refused(f": shape {shape} needs {need} bytes, the header gives {end - begin}; {FETCH_AGAIN}")
     if data_start + end > size:
-        raise ModelError(f"{where} ends at byte {data_start + end}, the file has {size}; {FETCH_AGAIN}")
+        raise refused(f" ends at byte {data_start + end}, the file has {size}; {FETCH_AGAIN}")
     return TensorEntry(file, name, dtype, tuple(shape), data_start + begin, need)
 
 
@@ -166,8 +177,10 @@ def refuse_overlaps(entries: list[TensorEntry]) -> None:
             )
 
 
-def is_counts(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 62 for x in value)
+def is_counts(value: Any, most: int) -> TypeGuard[list[int]]:
+    """Return whether a value is a list of at most `most` counts."""
+    is_short = isinstance(value, list) and len(value) <= most
+    return is_short and all(type(x) is int and 0 <= x < 1 << 62 for x in value)
 
 
 def missing_tensor(where: Path | str, name: str) -> ModelError:
@@ -192,5 +205,5 @@ def misplaced_tensor(left: Mapping[str, TensorEntry]) -> ModelError:
 
 
 def shown(name: str) -> str:
-    """Return a tensor name from a file quoted and shortened, so that it is safe to print."""
+    """Return text of a file, such as a tensor's name, quoted and shortened, so that it is safe to print."""
     return repr(name if len(name) <= 100 else name[:100] + "...")

@@ -33,7 +33,7 @@ from ...services import Services
 from ..server.errors import error_type
 from ..server.middleware import add_headers
 from ..server.request import CALLER, form_of, is_form, is_local_socket, request_id
-from ..server.sockets import is_loopback
+from ..server.sockets import address_group, is_loopback
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 
@@ -43,7 +43,7 @@ _FORWARDED = {b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip
 
 def identify(connection: Connection) -> Identity:
     """Return the caller's identity; `nobody` for a connection without our credentials. Raises ApiError 401
-    for an invalid key.
+    for an invalid key, 429 for many of them.
     """
     services: Services = connection.app.state.services
     security = services.security
@@ -54,7 +54,12 @@ def identify(connection: Connection) -> Identity:
     if secret is not None:
         found = security.by_key(secret)
         if found is None:
-            raise unauthorized("The API key is not valid: it is unknown, expired or revoked.")
+            client = connection.scope["client"]
+            security.wrong_keys.take(address_group(client[0]) if client else "")
+            raise unauthorized(
+                "The API key is not valid: it is unknown, expired or revoked. `llmbox key ls` shows the "
+                "keys of this server, `llmbox key add NAME` makes one."
+            )
         return found
     if is_local_socket(connection) and not _is_forwarded(connection.scope):
         return LOCAL

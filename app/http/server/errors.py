@@ -88,6 +88,8 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, HTTPException) and error.status_code < 500:
         status = http.HTTPStatus(error.status_code)
         message = _MESSAGES.get(status, f"{status.phrase}.")
+        if allowed := (error.headers or {}).get("allow"):
+            message += f" It supports {', '.join(sorted(set(allowed.split(', ')) - {'OPTIONS'}))}."
         code = "_".join(status.phrase.lower().replace("-", " ").split())
         return ApiError(status, message, code, None, error_type(status), dict(error.headers or {}))
     return ApiError(500, "Something went wrong inside llmbox.", "internal_error", None, "server_error")

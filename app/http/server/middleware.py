@@ -30,7 +30,7 @@ from .origin import (
     readable_by,
 )
 from .request import CLOCK, FORM, WRITER, is_local_socket
-from .sockets import LARGE_BODY, BodyMemory
+from .sockets import BodyMemory
 
 PER_TURN: Final = 2
 
@@ -166,11 +166,15 @@ class SecurityMiddleware:
 
     def _limit(self, scope: Any) -> int:
         """Return the maximum size of the body in bytes."""
-        if scope["path"] == _PDF_ROUTE:
-            return min(_PDF_BYTES, self._file_bytes)
-        if scope["path"] in _IMAGE_ROUTES or scope["path"].startswith(_CONVERSATIONS):
-            return self._image_body_bytes
-        return self._file_bytes if scope["path"] in _UPLOAD_TYPES else self._body_bytes
+        path = scope["path"]
+        if path == _FILE_ROUTE:
+            return self._file_bytes
+        limit = self._body_bytes
+        if path == _PDF_ROUTE:
+            limit = min(_PDF_BYTES, self._file_bytes)
+        elif path in _IMAGE_ROUTES or path.startswith(_CONVERSATIONS):
+            limit = self._image_body_bytes
+        return min(limit, self._bodies.largest)
 
     def _screen(self, scope: Any, exchange: "_RequestScope") -> list[Header] | None:
         """Check the request. Returns headers for a CORS preflight of an allowed page, which is
@@ -240,7 +244,7 @@ class _RequestScope:
         """Count received bytes. Raises ApiError 503 for a large body where open ones take too much."""
         if size and self.scope["path"] != _FILE_ROUTE:
             self._body_bytes += size
-            if not self._bodies.add(self._client, size) and self._body_bytes >= LARGE_BODY:
+            if not self._bodies.add(self._client, size, self._body_bytes):
                 raise _no_room()
 
     async def receive(self) -> Any:
@@ -387,6 +391,7 @@ def _no_room() -> ApiError:
 def _too_large(limit: int) -> ApiError:
     message = (
         f"The request body is too large: at most {limit:,} bytes are allowed (limits.body_bytes, "
-        "limits.image_body_bytes for chats, and limits.file_bytes for files)."
+        "limits.image_body_bytes for chats, limits.file_bytes for files, and limits.open_body_bytes for all "
+        "open requests, which follows from the memory)."
     )
     return ApiError(413, message, "request_too_large", None, error_type(413))

@@ -94,9 +94,8 @@ def _is_own_origin(hosts: HostList, scope: Any, origin: bytes) -> bool:
 
 
 def _cross_site() -> ApiError:
-    return ApiError(
-        403, "Requests from other web pages are refused.", "cross_site_request", None, error_type(403)
-    )
+    message = "Requests from other web pages are refused. Add the page's origin to server.cors_origins."
+    return ApiError(403, message, "cross_site_request", None, error_type(403))
 
 
 Header = tuple[bytes, bytes]

@@ -12,7 +12,7 @@ import time
 from email.utils import formatdate
 from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.config import Config
@@ -29,6 +29,8 @@ _DISCARD_BODIES = 8
 """Bound on bytes discarded after an early answer, in bodies of the largest size: a reset would destroy the
 answer.
 """
+_READ_BYTES = 1 << 16
+"""Bytes read at once: each connection may have as many before its request is looked at."""
 _FRAMING_BYTES = 65_536
 """Bytes allowed for chunk sizes, extensions and trailers of one body, beside 16 for each byte of content."""
 _RETRY_WHEN_FULL = "5"
@@ -75,6 +77,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(config, state, {}, asyncio.get_running_loop())
         self._state = state
         self._limits = limits
+        largest = max(limits.body_bytes, limits.image_body_bytes)
+        self._most_discarded = max(_DISCARD_BODIES * limits.body_bytes, 2 * largest, limits.file_bytes)
         self._limiter = limiter
         self._deadline: asyncio.TimerHandle | None = None
         self._write_watch: asyncio.TimerHandle | None = None
@@ -85,6 +89,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._received = 0
         """Received bytes of the body in progress, framing included."""
         self._body_bytes = 0
+        self._is_body_new = False
+        """True from the headers of a request until the first part of its body was looked at."""
         self._refused = False
         self._open_cycles: list[RequestResponseCycle] = []
         """Exchanges without a whole answer, in order. uvicorn knows the last one only."""
@@ -94,6 +100,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if hasattr(transport, "max_size"):
+            transport.max_size = _READ_BYTES
         if _is_own_unix_peer(transport):
             self._extensions = {LOCAL: {}}
         elif not self._limiter.admit(self, self.client[0] if self.client else ""):
@@ -138,6 +146,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._feed(data)
         if self._refused or self.transport.is_closing():
             return
+        if self._phase is Phase.BODY and self._is_body_new:
+            self._is_body_new = False
+            self.flow.pause_reading()  # until the application asks for the body
+            self.cycle.transport = cast("Any", _BodyTransport(self))
         if self._phase is Phase.HEADERS:
             self._count_line(data, began_before)
         elif self._phase is Phase.BODY and self._received > _FRAMING_BYTES + 16 * self._body_bytes:
@@ -207,6 +219,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return  # `_decline_upgrade` follows
         self._phase = Phase.BODY
         self._received = self._body_bytes = 0
+        self._is_body_new = True
         self._limiter.mark_busy(self)
         self._expect(self._limits.body_timeout)
         self._state.refresh_date()
@@ -223,7 +236,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
         if self.cycle.response_complete:
             self._discarded += len(body)
-            if self._discarded > _DISCARD_BODIES * self._limits.body_bytes:
+            if self._discarded > self._most_discarded:
                 self.transport.abort()
 
     def on_message_complete(self) -> None:
@@ -301,6 +314,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self._disconnect_cycles()
         self._close_gently()
 
+    def close_after_answer(self) -> None:
+        """Close after the last answer to a client, which may still be sending its body."""
+        if self._phase is not Phase.BODY:
+            self.transport.close()
+        elif not self._refused:
+            self._refused = True
+            self._expect(None)
+            self._close_gently()
+
     def _disconnect_cycles(self) -> None:
         """Tell the application that nobody reads its answers any more."""
         for cycle in self._open_cycles:
@@ -326,6 +348,16 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._phase is Phase.BODY:  # the cycle is that of the request being sent
             return not self.pipeline and not cycle.response_started
         return cycle.response_complete
+
+
+class _BodyTransport:
+    """Transport for the answer to a request whose body has not arrived. Closing it does not reset the
+    connection.
+    """
+
+    def __init__(self, protocol: LimitedProtocol) -> None:
+        self.write, self.is_closing = protocol.transport.write, protocol.transport.is_closing
+        self.close = protocol.close_after_answer
 
 
 def _write_part(cycle: RequestResponseCycle, body: bytes) -> bool:

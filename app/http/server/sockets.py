@@ -158,7 +158,7 @@ class ConnectionLimiter:
 
     def admit(self, connection: "LimitedProtocol", host: str) -> bool:
         """Count a new, idle connection. False when it must be refused; it is not counted then."""
-        group = _group(host)
+        group = address_group(host)
         if not self._make_room(group, host):
             return False
         self._open[connection] = group
@@ -222,7 +222,14 @@ class ConnectionLimiter:
 
 
 LARGE_BODY: Final = 1 << 20
-"""Bytes of a body that counts towards the memory of open bodies, and after which freed memory goes back."""
+"""Bytes of a body after which freed memory goes back."""
+SMALL_BODY: Final = 1 << 16
+"""Bytes of a body that the last eighth of the limit is kept for."""
+_MEMORY_PER_BODY: Final = 128
+"""Memory for each byte of open bodies. A text with an emoji has 4 bytes a character in its values and in the
+prompt, and its tokens take more: 50 bytes for each of the body were measured. Models may have 80 % of the
+memory.
+"""
 _TRIM_SECONDS: Final = 1.0
 """Time between returns of memory, each of which takes some milliseconds."""
 
@@ -234,17 +241,25 @@ class BodyMemory:
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        """`limit`: bytes of all bodies; None: a sixteenth of the memory, 1 GB at most."""
-        self._limit = min(1_000_000_000, read_memory().total // 16) if limit is None else limit
+        """`limit`: bytes of all bodies; None: what the memory, or a cgroup's limit of it, has room for."""
+        if limit is None:
+            limit = max(1 << 20, min(1_000_000_000, read_memory().total // _MEMORY_PER_BODY))
+        self._limit = limit
         self._held: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, host: str, size: int) -> bool:
-        """Count received bytes. False where a large body must be refused: the limit is reached, and the
-        address has its share of it.
+    @property
+    def largest(self) -> int:
+        """Size of the largest body that may be accepted."""
+        return self._limit - self._limit // 8
+
+    def add(self, host: str, size: int, body: int) -> bool:
+        """Count `size` received bytes of a body of `body` so far. False where it must be refused: the limit
+        is reached, and the address has its share of it.
         """
         self._held[host] += size
-        return self._held.total() <= self._limit or self._held[host] * len(self._held) <= self._limit
+        limit = self._limit if body <= SMALL_BODY else self.largest
+        return self._held.total() <= limit or self._held[host] * len(self._held) <= limit
 
     def release(self, host: str, size: int) -> None:
         """Forget the body of a request that ended."""
@@ -260,7 +275,8 @@ class BodyMemory:
 
 
 @lru_cache(maxsize=4096)
-def _group(host: str) -> str:
+def address_group(host: str) -> str:
+    """Return the name under which connections of a host are counted: its network for IPv6."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

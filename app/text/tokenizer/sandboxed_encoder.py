@@ -78,9 +78,9 @@ class SandboxedEncoder:
         start, *ids = self._ask({"text": first, "pair": second})
         return ids, start or None
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in this encoder's own thread; callers take turns. Raises ApiError 503 where it does not
-        begin in time.
+    async def run(self, work: Callable[[], T], size: int) -> T:
+        """Run `work` on `size` characters in this encoder's own thread; callers take turns. Raises ApiError
+        503 where it does not begin in time.
         """
 
         def begin() -> T:
@@ -89,7 +89,7 @@ class SandboxedEncoder:
 
         try:
             async with asyncio.timeout(WAIT_SECONDS):
-                caller = await self._turn.acquire()
+                caller = await self._turn.acquire(size)
         except TimeoutError:
             raise workers_busy() from None
         try:

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from llmbox.engine.hardware.machine import read_memory
+
 
 class TokenizeError(Exception):
     """The tokenizer could not encode a text. The message is for the caller who sent it."""
@@ -29,6 +31,8 @@ class SpecialTokenMarkers:
 
 MOST_TOKENS: Final = 1 << 20
 """Tokens of one text: encoding takes 200 bytes for each."""
+_MEMORY_PER_TOKEN: Final = 2400
+"""Memory of the machine for each of them: a few texts are encoded at once, in a quarter of it."""
 _PIECE: Final = 1 << 18
 """Characters of a long text that are counted at once."""
 
@@ -36,8 +40,10 @@ _PIECE: Final = 1 << 18
 class TextEncoder:
     """Encoder of one tokenizer, working in this process. Raises TokenizeError."""
 
-    def __init__(self, tokenizer: Tokenizer, most_tokens: int = MOST_TOKENS) -> None:
-        """Create an encoder. `most_tokens`: bound of one text."""
+    def __init__(self, tokenizer: Tokenizer, most_tokens: int | None = None) -> None:
+        """Create an encoder. `most_tokens`: bound of one text; None: what the memory has room for."""
+        if most_tokens is None:
+            most_tokens = min(MOST_TOKENS, read_memory().total // _MEMORY_PER_TOKEN)
         self._tokenizer = tokenizer
         self._most_tokens = most_tokens
         self._plain: dict[bool, Tokenizer] = {}

@@ -26,6 +26,9 @@ _ENCODING: Final = FairSlots(_THREADS + 1, most_per_caller=_THREADS)
 """Threads that encode, of all models: one more than a caller may have, which is left to others while it sends
 long texts. Each takes up to 200 bytes per token.
 """
+_SHORT: Final = 1 << 16
+"""Characters of a text that waits for no long one, of its own caller either: it takes a tenth of a second."""
+_ENCODING_SHORT: Final = FairSlots(2, most_per_caller=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +95,10 @@ class TextModel:
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
         """Run `work`, which encodes `size` characters, where it cannot hold up the event loop."""
         if isinstance(self.encoder, SandboxedEncoder):
-            return await self.encoder.run(work)
+            return await self.encoder.run(work, size)
         if size <= SMALL:
             return work()
-        async with _ENCODING.hold():
+        async with (_ENCODING_SHORT if size <= _SHORT else _ENCODING).hold(size):
             return await asyncio.to_thread(work)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from llmbox.app.images import source
-from llmbox.app.images.source import FetchError, fetch_image, is_public
+from llmbox.app.images.source import FetchError, fetch_image, is_own, is_public
 
 INSIDE = [
     *("127.0.0.1", "127.9.9.9", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254"),
@@ -159,3 +159,38 @@ def test_a_server_that_never_answers_ends_with_the_time_limit():
 
     with pytest.raises(FetchError, match=r"did not give a complete image in time \(0\.05 s\)"):
         asyncio.run(fetch_image("http://pictures.example/", 1000, never, seconds=0.05))
+
+
+def test_a_body_in_single_bytes_is_not_read_to_its_end():
+    chunks = b"1\r\na\r\n" * 2 * source.MOST_PARTS
+    body = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+    with pytest.raises(FetchError, match="too small parts"):
+        fetching("http://pictures.example/", body, most=1_000_000)
+
+
+async def test_other_tasks_run_while_a_body_arrives_in_small_parts(monkeypatch: pytest.MonkeyPatch):
+    reader, turns = asyncio.StreamReader(), 0
+    reader.feed_data(answer(bytes(1_000_000)))
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    connection = source.h11.Connection(source.h11.CLIENT)
+    headers = [("Host", "x"), ("Connection", "close")]
+    connection.send(source.h11.Request(method="GET", target="/", headers=headers))
+    _, body = await source._receive(connection, reader, 1_000_000)
+    counting.cancel()
+    assert len(body) == 1_000_000
+    assert turns > 50
+
+
+def test_own_public_address_is_refused(monkeypatch: pytest.MonkeyPatch):
+    assert is_own("127.0.0.1")
+    assert not is_own("8.8.8.8")
+    monkeypatch.setattr(source, "is_public", lambda _: True)
+    with pytest.raises(FetchError, match="public Internet"):
+        fetching("http://pictures.example/", answer(), addresses=lambda _: ["8.8.8.8", "127.0.0.1"])

@@ -134,3 +134,34 @@ def test_crops_are_pictures_of_their_own_with_places_of_their_own():
     assert [each.content_hash for each in images] == [b"\0", b"\1", b"\2"]
     assert b"".join(each.pixels for each in images) == pixels
     assert all(each.tiles == [(4, 4)] for each in images)
+
+
+async def test_images_fetched_at_once_are_few_however_many_requests_name_them(monkeypatch):
+    images, most, now = reader.ImageReader(), 0, 0
+
+    async def fetch_image(*_: object, **__: object) -> bytes:
+        nonlocal most, now
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0)
+        return b"picture"
+
+    async def decode(*_: object) -> object:
+        nonlocal now
+        await asyncio.sleep(0)
+        now -= 1
+        return reader._decoded(reply(1))
+
+    monkeypatch.setattr(reader, "fetch_image", fetch_image)
+    monkeypatch.setattr(images, "_decode", decode)
+    named = [ImageSource("https://pictures.example/a.png", False, "image")]
+
+    async def ask(caller: str) -> None:
+        TENANT.set(caller)
+        await images.read(named, Facts(), LimitSettings(), reader.ImageLease(images), may_fetch=True)
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(asyncio.create_task(ask("greedy")) for _ in range(50)))
+        assert most == reader.MOST_FETCHES_PER_CALLER
+        await asyncio.gather(*(asyncio.create_task(ask(name)) for name in "abcd" * 20))
+        assert most == reader.MOST_FETCHES

@@ -82,9 +82,43 @@ async def test_a_worker_that_waits_for_a_core_is_given_time(pool, monkeypatch):
             os.kill(worker.pid, signal.SIGCONT)
         return True
 
-    monkeypatch.setattr(worker_pool, "_waits_for_core", waits_for_core)
+    monkeypatch.setattr(worker_pool, "_waits_for_machine", waits_for_core)
     assert await pool.render(job("y", {})) == "y"
     assert pool._idle == [worker], "no other did it"
+
+
+async def test_a_daemon_that_is_slow_does_not_blame_the_worker(pool):
+    """The job reaches the worker in small parts, between other work of the loop."""
+    is_done = False
+
+    async def work() -> None:
+        while not is_done:
+            time.sleep(0.12)  # noqa: ASYNC251 - it holds up the loop
+            await asyncio.sleep(0)
+
+    await pool.render(job("x", {}))
+    (worker,) = pool._idle
+    slow = asyncio.create_task(work())
+    try:
+        text = await pool.render(job("{{ x }}", {"x": "a" * 1_500_000}))
+    finally:
+        is_done = True
+        await slow
+    assert text == "a" * 1_500_000
+    assert pool._idle == [worker], "no other did it"
+
+
+async def test_a_machine_that_is_too_slow_is_called_so(pool, monkeypatch):
+    await pool.render(job("x", {}))
+    (worker,) = pool._idle
+    os.kill(worker.pid, signal.SIGSTOP)
+    monkeypatch.setattr(worker_pool, "_waits_for_machine", lambda _: True)
+    monkeypatch.setattr(worker_pool, "LONGEST_SECONDS", 0.5)
+    with pytest.raises(ApiError, match="other programs keep this machine busy") as caught:
+        await pool.render(job("y", {}))
+    assert (caught.value.status, caught.value.code) == (503, "machine_busy")
+    assert not pool._busy
+    assert not pool._idle
 
 
 async def test_workers_are_few_reused_and_gone_after_close(pool):

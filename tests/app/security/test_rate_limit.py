@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from llmbox.app.errors import ApiError
 from llmbox.app.security.key_store import KeyStore
 from llmbox.app.security.keys import ApiKey, KeySpec
-from llmbox.app.security.rate_limit import KeyLimiter, KeyLimiters, TokenBucket
+from llmbox.app.security.rate_limit import (
+    _MOST_ADDRESSES,
+    KeyLimiter,
+    KeyLimiters,
+    TokenBucket,
+    WrongKeyLimiter,
+)
 from support.clock import Clock
 
 
@@ -145,3 +151,10 @@ def test_keys_with_the_same_limits_do_not_share(tmp_path) -> None:
     other, _ = store.add(KeySpec(name="other", rpm=1))
     meters.of(one).take_request()
     meters.of(other).take_request()
+
+
+def test_addresses_that_sent_wrong_keys_are_forgotten_in_the_end() -> None:
+    limiter = WrongKeyLimiter(Clock())
+    for number in range(2 * _MOST_ADDRESSES):
+        limiter.take(f"192.0.2.{number}")
+    assert len(limiter._buckets) == _MOST_ADDRESSES

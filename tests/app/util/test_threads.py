@@ -50,3 +50,32 @@ async def test_who_stops_waiting_takes_no_slot_along(is_given):
         slots.release(await waiting[1])
     assert not slots._held
     assert not slots._waiting
+
+
+async def test_short_jobs_of_a_caller_go_before_its_long_ones_which_age():
+    slots, served = FairSlots(1, most_per_caller=1), []
+
+    async def work(size: int) -> None:
+        async with slots.hold(size):
+            served.append(size)
+
+    holder = await slots.acquire()
+    long = asyncio.create_task(work(10 << 20))
+    await asyncio.sleep(0)
+    short = [asyncio.create_task(work(100)) for _ in range(3)]
+    await asyncio.sleep(0)
+    slots.release(holder)
+    await asyncio.gather(long, *short)
+    assert served == [100, 100, 100, 10 << 20]
+
+    await slots.acquire()
+    served.clear()
+    long = asyncio.create_task(work(10 << 20))
+    for _ in range(200):  # a short job comes before each turn
+        short_one = asyncio.create_task(slots.acquire(100))
+        await asyncio.sleep(0)
+        slots.release("")
+        await short_one
+        served.append(100)
+    assert 50 < served.index(10 << 20) < 100
+    await long

@@ -2,12 +2,15 @@
 
 import json
 import struct
+import tracemalloc
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmbox.engine.checkpoint.safetensors import read_header
+from llmbox.engine.checkpoint.index import ExpectedTensors
+from llmbox.engine.checkpoint.safetensors import MAX_TENSORS, TensorEntry, entries_of, read_header
 from llmbox.engine.errors import ModelError
 from support.lanes import examples
 
@@ -49,3 +52,33 @@ def test_any_bytes(tmp_path: Path, content: bytes) -> None:
 def test_any_header(tmp_path: Path, header: object, data: int) -> None:
     raw = json.dumps(header).encode()
     check(tmp_path / "x.safetensors", struct.pack("<Q", len(raw)) + raw + bytes(data))
+
+
+def test_more_tensors_than_a_file_may_have(tmp_path: Path) -> None:
+    header = {f"w{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(MAX_TENSORS + 1)}
+    with pytest.raises(ModelError, match=r"names 262,145 tensors, at most 262,144 are read: save .* shards"):
+        entries_of(tmp_path / "x.safetensors", header, 0, 0)
+
+
+def test_shape_of_a_million_large_dimensions_is_not_multiplied(tmp_path: Path) -> None:
+    header = {"w": {"dtype": "F32", "shape": [1 << 61] * 1_000_000, "data_offsets": [0, 4]}}
+    raw = json.dumps(header).encode()
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(4))
+    with pytest.raises(ModelError, match="bad shape") as found:
+        read_header(tmp_path / "x.safetensors")
+    assert len(str(found.value)) < 1000
+
+
+def test_names_of_many_parts_take_memory_in_proportion_to_their_length(tmp_path: Path) -> None:
+    names = ["a." * 200 + f"w{i}" for i in range(2000)]
+    entries = {name: TensorEntry(tmp_path, name, "F32", (1,), 0, 4) for name in names}
+    tracemalloc.start()
+    expected = ExpectedTensors("", entries, {}, is_quantized=False)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1_000_000  # 80 MB with a list for each module
+
+    assert expected.has("a.a")
+    assert not expected.has("a.w0")
+    expected.take_all("a")
+    assert not expected.left

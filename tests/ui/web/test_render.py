@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from llmbox.app.config.loader import SettingOrigin
 from llmbox.app.config.settings import SECTIONS, schema
 from llmbox.app.telemetry.snapshot import NA, Totals
 from llmbox.engine.ipc.messages import DraftCounts
 from llmbox.ui.web.pages.overview import _trend
-from llmbox.ui.web.pages.settings import SECTION_TITLES, TITLES
+from llmbox.ui.web.pages.settings import SECTION_TITLES, TITLES, SettingChange, SettingsRow
 from llmbox.ui.web.render import NONE, ago, environment, percent
 from support.snapshots import blocks, engine, idle_tick, tick
 
@@ -60,6 +61,17 @@ def test_each_setting_and_section_has_a_plain_name():
     assert TITLES.keys() == schema().keys()
     assert SECTION_TITLES.keys() == SECTIONS.keys()
     assert len(set(TITLES.values())) == len(TITLES)
+
+
+def test_a_setting_without_a_plain_name_is_shown_by_its_key(monkeypatch):
+    monkeypatch.delitem(TITLES, "limits.queue")
+    key = schema()["limits.queue"]
+    row = SettingsRow(key, "5", "512", SettingOrigin("default", ""), waits=False)
+    assert row.title == "limits.queue"
+    change = SettingChange(key, "512", "5", 5)
+    page = environment().get_template("settings/settings_review.html")
+    body = page.blocks["main"](page.new_context({"changes": [change], "csrf": ""}))
+    assert "limits.queue <code>limits.queue</code>" in "".join(body)
 
 
 def test_the_panel_has_the_acceptance_of_each_method():

@@ -161,7 +161,7 @@ class SettingsRow:
 
     @property
     def title(self) -> str:
-        return TITLES[self.key.name]
+        return _title_of(self.key)
 
     @property
     def changed(self) -> bool:
@@ -185,6 +185,14 @@ class SettingChange:
     after: str
     value: Scalar
 
+    @property
+    def title(self) -> str:
+        return _title_of(self.key)
+
+
+def _title_of(key: SettingSpec) -> str:
+    return TITLES.get(key.name, key.name)
+
 
 @get("/settings", sync_to_thread=False, name="panel_settings")
 def settings_page(request: PanelRequest) -> Response[str]:
@@ -201,7 +209,7 @@ async def review_settings(request: PanelRequest) -> Response[str]:
         return _page(request, 400, problem=f"{error.why}.", form=form)
     if not changes:
         return _page(request, problem="Nothing was changed.")
-    return page(request, "settings/settings_review.html", "settings", changes=changes, titles=TITLES)
+    return page(request, "settings/settings_review.html", "settings", changes=changes)
 
 
 @post("/settings/save", status_code=200, name="panel_settings_save")
@@ -228,7 +236,7 @@ def _page(
         given = (form or {}).get(key.name)
         text = show.value(value) if given is None else given
         row = SettingsRow(key, text, show.value(key.default), origin, key.name in waiting)
-        sections[key.section].append(row)
+        sections.setdefault(key.section, []).append(row)
     return page(
         request,
         "settings/settings.html",

@@ -274,3 +274,22 @@ def test_priorities_and_namespaces() -> None:
     spaces = [caller.cache_namespace(salt) for caller in callers for salt in salts]
     assert len(set(spaces)) == len(spaces)
     assert NOBODY.cache_namespace("") == LOCAL.cache_namespace("") == ""
+
+
+async def test_wrong_keys_of_an_address_are_limited_and_right_ones_are_not(tmp_path: Path) -> None:
+    clock = Clock()
+    services = guarded(tmp_path, clock, host="0.0.0.0")
+    _, secret = services.security.keys.add(KeySpec(name="ci"))
+    wrong, right = ({"Authorization": f"Bearer {text}"} for text in (f"{PREFIX}wrong", secret))
+    app = make_app(HANDLERS, services)
+    async with client(app) as http, client(app, peer="192.0.2.7") as other:
+        for _ in range(60):
+            assert (await http.get("/known", headers=wrong)).status_code == 401
+        refused = await http.get("/known", headers=wrong)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["code"] == "too_many_attempts"
+        assert "llmbox key ls` shows" in refused.json()["error"]["message"]
+        assert (await http.get("/known", headers=right)).status_code == 200
+        assert (await other.get("/known", headers=wrong)).status_code == 401
+        clock.now += 1
+        assert (await http.get("/known", headers=wrong)).status_code == 401

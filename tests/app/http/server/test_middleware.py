@@ -242,7 +242,9 @@ async def test_every_answer_carries_the_headers(path: str) -> None:
 async def test_errors_have_one_shape_and_tell_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async with client(make_app([boom, echo])) as http:
         check_error(await http.get("/nope"), 404, "not_found")
-        check_error(await http.get("/echo"), 405, "method_not_allowed")
+        wrong = await http.get("/echo")
+        check_error(wrong, 405, "method_not_allowed")
+        assert "It supports POST." in wrong.text
         answer = await http.get("/boom")
     check_error(answer, 500, "internal_error")
     assert "secret" not in answer.text
@@ -341,3 +343,12 @@ async def test_large_bodies_of_open_requests_have_a_bound() -> None:
         go_on.set()
         assert (await first).text == "a"
         assert (await http.post("/echo", json=text)).status_code == 200
+
+
+async def test_body_that_open_bodies_never_have_room_for_is_too_large() -> None:
+    app = make_app([echo], fake_services(open_body_bytes=1 << 20))
+    async with client(app) as http:
+        refused = await http.post("/echo", json={"text": "a" * 1_000_000})
+    check_error(refused, 413, "request_too_large")
+    assert "at most 917,504 bytes" in refused.text
+    assert "limits.open_body_bytes" in refused.text

@@ -15,7 +15,7 @@ from litestar.params import JSONBody
 
 from llmbox.app.http.auth.guard import Access
 from llmbox.app.http.server.protocol import LimitedProtocol
-from llmbox.app.http.server.request import StrictRequest, is_local_socket
+from llmbox.app.http.server.request import WRITER, StrictRequest, is_local_socket
 from llmbox.app.http.server.server import serve
 from llmbox.app.http.server.sockets import listen_tcp, listen_unix
 from llmbox.app.http.server.sse import EventStreamResponse, while_connected
@@ -189,14 +189,40 @@ async def test_many_offers_of_other_protocols_in_one_packet_are_all_answered() -
         writer.close()
 
 
-async def test_an_early_answer_survives_a_large_upload() -> None:
+@pytest.mark.parametrize("size", [10_000, 20_000_000])
+async def test_an_early_answer_survives_a_large_upload(size: int) -> None:
     async with running(body_bytes=2000) as server:
-        body = b"a" * 1_000_0
+        body = b"a" * size
         head = f"POST /x HTTP/1.1\r\nHost: localhost:{server.port}\r\nContent-Type: application/json\r\n"
         answer = await server.send(
             head.encode() + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
         )
         assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+async def test_little_is_read_of_a_body_that_nobody_asks_for_yet() -> None:
+    entered, go_on, read = asyncio.Event(), asyncio.Event(), []
+
+    @post("/wait", status_code=200, opt={"access": Access.INFER})
+    async def wait(request: StrictRequest) -> dict[str, int]:
+        entered.set()
+        await go_on.wait()
+        read.append(len(request.scope["extensions"][WRITER].args[0].body))
+        return {"length": len(await request.body())}
+
+    async with running([wait], body_bytes=5_000_000, open_body_bytes=100_000_000) as server:
+        reader, writer = await server.connect()
+        head = f"POST /wait HTTP/1.1\r\nHost: localhost:{server.port}\r\nContent-Type: application/json\r\n"
+        writer.write(head.encode() + b"Content-Length: 5000000\r\n\r\n" + b" " * 5_000_000)
+        await asyncio.wait_for(entered.wait(), 90)
+        other, other_writer = await server.connect()
+        other_writer.write(server.get("/health"))
+        await asyncio.wait_for(other.readuntil(b'{"status":"ok"}'), 90)
+        go_on.set()
+        assert (await asyncio.wait_for(reader.readuntil(b"}"), 90)).endswith(b'{"length":5000000}')
+        writer.close()
+        other_writer.close()
+    assert read[0] <= 1 << 16
 
 
 @pytest.mark.parametrize("pipelined", ["", "/health"])

@@ -70,7 +70,7 @@ async def test_memory_is_returned_once_for_several_bodies(monkeypatch):
     monkeypatch.setattr(server_sockets, "trim_heap", lambda: done.append(None))
     bodies, loop = server_sockets.BodyMemory(1 << 30), asyncio.get_running_loop()
     for _ in range(2):
-        bodies.add("a", server_sockets.LARGE_BODY)
+        bodies.add("a", server_sockets.LARGE_BODY, server_sockets.LARGE_BODY)
         bodies.release("a", server_sockets.LARGE_BODY)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -80,19 +80,30 @@ async def test_memory_is_returned_once_for_several_bodies(monkeypatch):
 
 def test_an_address_with_less_than_its_share_has_room_for_a_body():
     bodies = server_sockets.BodyMemory(100)
-    assert bodies.add("greedy", 100)
-    assert not bodies.add("greedy", 1)
-    assert bodies.add("other", 50)
-    assert not bodies.add("other", 1)
+    assert bodies.add("greedy", 100, 100)
+    assert not bodies.add("greedy", 1, 1)
+    assert bodies.add("other", 50, 50)
+    assert not bodies.add("other", 1, 1)
     bodies.release("greedy", 101)
-    assert bodies.add("other", 49)
+    assert bodies.add("other", 49, 49)
     bodies.release("other", 100)
     assert not bodies._held
 
 
-@pytest.mark.parametrize(("memory", "limit"), [(1_600_000_000, 100_000_000), (64 << 30, 1_000_000_000)])
+def test_the_last_eighth_is_for_small_bodies():
+    small, large = server_sockets.SMALL_BODY, server_sockets.SMALL_BODY + 1
+    bodies = server_sockets.BodyMemory(80 * large)
+    assert bodies.add("a", 70 * large, 70 * large)
+    assert not bodies.add("a", large, large)
+    assert bodies.add("a", 9 * small, small)
+    assert not bodies.add("a", small, small)
+
+
+@pytest.mark.parametrize(
+    ("memory", "limit"), [(64 << 20, 1 << 20), (12_800_000_000, 100_000_000), (1 << 40, 1_000_000_000)]
+)
 def test_bodies_may_have_a_part_of_the_memory(memory: int, limit: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(server_sockets, "read_memory", lambda: Memory(memory, memory, limited_by_cgroup=True))
     bodies = server_sockets.BodyMemory()
-    assert bodies.add("a", limit)
-    assert not bodies.add("a", 1)
+    assert bodies.add("a", limit, 1)
+    assert not bodies.add("a", 1, 1)

@@ -21,6 +21,7 @@ from llmbox.app.text.tokenizer.text_loader import load_model_text
 from llmbox.app.text.tokenizer.tokenizer import vocabulary_warnings
 from llmbox.app.util.threads import TENANT, FairSlots
 from llmbox.engine.errors import ModelError
+from llmbox.engine.hardware.machine import Memory
 from support.odd_files import KINDS, make_odd, no_hanging
 from support.tiny_models import make_tiny_model
 from support.tokenizers_zoo import CHATML, FAMILIES, LLAMA3, write_text_files
@@ -246,6 +247,28 @@ def test_a_text_of_too_many_tokens_is_refused_before_it_takes_much_memory(model,
             with pytest.raises(TokenizeError, match="more than 1,000 tokens"):
                 encode("\u00e9 " * (length // 2))
         assert max(whole) <= 50
+
+
+@pytest.mark.parametrize(("memory", "most"), [(700_000_000, 291_666), (16 << 30, 1 << 20)])
+def test_the_most_tokens_of_a_text_follow_from_the_memory(model, monkeypatch, memory, most):
+    found = Memory(memory, memory, limited_by_cgroup=True)
+    monkeypatch.setattr(text_encoder, "read_memory", lambda: found)
+    encoder = TextEncoder(load_tokenizer((model / "tokenizer.json").read_bytes()))
+    assert encoder._most_tokens == most
+
+
+async def test_a_short_text_does_not_wait_for_long_ones_of_its_caller(model, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_ENCODING", FairSlots(2, most_per_caller=1))
+    text, go_on = load_model_text(model), threading.Event()
+    slow = [asyncio.create_task(text.off_loop(1_000_000, lambda: go_on.wait(60))) for _ in range(3)]
+    try:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            assert await text.off_loop(10_000, lambda: "done") == "done"
+        assert not any(task.done() for task in slow)
+    finally:
+        go_on.set()
+    assert all(await asyncio.gather(*slow))
 
 
 def counting(encode, sizes):
