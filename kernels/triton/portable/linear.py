@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..linear.gemm_inner import codes_of
+from ..linear.gemm_inner import codes_of, load_words
 from ..linear.linear import DenseLinear, WeightOnlyIntLinear
 from ..linear.tile_config import power_of_two as whole_tile
 from .arithmetic import codes_of_rows, multiply_add, range_of, rounded, scale_of_rows, widen
@@ -168,14 +168,15 @@ def sum_groups(
     i = tl.arange(0, WIDTH)[None, :]
     for g in range(first, last):
         cell = tl.cast(g, tl.int64) * outputs + n
-        stored = tl.load(weight + cell[:, None] * WIDTH + i, mask=real_n[:, None], other=0)
         low = tl.load(x_rows + g * GROUP + i, mask=real_m[:, None], other=0)
         if BITS == 8:
+            stored = tl.load(weight + cell[:, None] * WIDTH + i, mask=real_n[:, None], other=0)
             sums = tl.dot(low, tl.trans(stored), out_dtype=tl.int32)
         else:
             high = tl.load(x_rows + g * GROUP + WIDTH + i, mask=real_m[:, None], other=0)
-            low_w = codes_of(stored & 15, offsets, cell, real_n, 0, GROUP, GRID, tl.float32).to(tl.int8)
-            high_w = codes_of(stored >> 4, offsets, cell, real_n, WIDTH, GROUP, GRID, tl.float32).to(tl.int8)
+            words = load_words(weight, cell, real_n, WIDTH)
+            low_w = codes_of(words, 0, offsets, cell, real_n, GROUP, GRID, tl.float32).to(tl.int8)
+            high_w = codes_of(words, 4, offsets, cell, real_n, GROUP, GRID, tl.float32).to(tl.int8)
             sums = tl.dot(low, tl.trans(low_w), out_dtype=tl.int32)
             sums = tl.dot(high, tl.trans(high_w), sums, out_dtype=tl.int32)
         of_rows = tl.load(s_rows + g, mask=real_m, other=0.0)
