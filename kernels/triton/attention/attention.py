@@ -22,7 +22,7 @@ from ..linear.quantize_activations import RowFormat, Rows8
 from ..linear.tile_config import Tile, decode_tile, fixed_tile, power_of_two, prefill_tile
 from . import attention_metadata as attention_plan
 from .attention_combine import Result, fits_heads, reduce_splits, store_eight_heads
-from .attention_inner import IN_FLOAT16, add_sink, attend, fold, piece_size, power_below
+from .attention_inner import IN_FLOAT16, add_sink, attend, fold, piece_size, to_float16
 from .attention_metadata import TritonAttentionMetadata, attend_gathered, num_splits
 from .kv_cache import TritonKVCache, conversion_mode
 
@@ -319,10 +319,7 @@ def attention_kernel(
         q_tail = tl.load(q + q_offset[:, None] + (D + t)[None, :], mask=in_tail, other=0.0)
 
     if CONVERSION == IN_FLOAT16:
-        # Float16 has fewer exponents than bfloat16: what is left of a row over a power of two is exact in it.
-        unit = tl.maximum(power_below(q_tile), power_below(q_tail))
-        q_tile = (q_tile.to(tl.float32) / unit[:, None]).to(tl.float16)
-        q_tail = (q_tail.to(tl.float32) / unit[:, None]).to(tl.float16)
+        q_tile, q_tail, unit = to_float16(q_tile, q_tail)
         scale = scale * unit[:, None]
 
     # The tile's rows stand at position .. position + count - 1 and see keys from `begin` to before `end`.

@@ -233,6 +233,17 @@ def convert_tile(tile: tl.tensor, dtype: tl.constexpr, CONVERSION: tl.constexpr)
 
 
 @triton.jit
+def to_float16(rows: tl.tensor, tails: tl.tensor) -> tl.tensor:
+    """Return bfloat16 rows and their tails as float16, and the float32 powers of two they are divided by.
+
+    Float16 has fewer exponents: what is left of a row, at most 2, is exact in it but for tiny numbers.
+    """
+    unit = tl.maximum(power_below(rows), power_below(tails))
+    by = unit[:, None]
+    return (rows.to(tl.float32) / by).to(tl.float16), (tails.to(tl.float32) / by).to(tl.float16), unit
+
+
+@triton.jit
 def power_below(rows: tl.tensor) -> tl.tensor:
     """Return the power of two at or below the largest magnitude of each row, float32; 1 for zeros."""
     largest = tl.max(tl.abs(rows.to(tl.float32)), 1)
