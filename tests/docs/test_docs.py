@@ -187,7 +187,7 @@ def test_targets_named_in_backticks_exist(page):
     assert set(re.findall(r"`make ([a-z-]+)", page.read_text("utf-8"))) <= targets_of_make()
 
 
-FOREIGN_OPTIONS = {"--shm-size", "--cpu-moe", "--few", "--once", "--kernels"}
+FOREIGN_OPTIONS = {"--shm-size", "--cpu-moe", "--few", "--once", "--loops", "--kernels"}
 """Of Docker and llama.cpp, and of the benchmarks that the sentence beside them names."""
 
 

@@ -23,6 +23,7 @@ _PARTS = {
     "queries that attend to patches": "AriaForConditionalGeneration Idefics2ForConditionalGeneration "
     "Kosmos2ForConditionalGeneration Kosmos2_5ForConditionalGeneration Molmo2ForConditionalGeneration",
     "tokens of images": "ChameleonForConditionalGeneration Emu3ForConditionalGeneration",
+    "convolutions that shrink the result of the tower": "Step3p7ForConditionalGeneration",
     "a tower of convolutions": "FastVlmForConditionalGeneration Gemma3nForConditionalGeneration",
     "the encoder of SAM, with windows and relative positions": "DeepseekOcr2ForConditionalGeneration "
     "DeepseekVLHybridForConditionalGeneration GotOcr2ForConditionalGeneration "

@@ -227,7 +227,7 @@ def load_tile(
 def convert_tile(tile: tl.tensor, dtype: tl.constexpr, CONVERSION: tl.constexpr) -> tl.tensor:
     """Convert a tile of the cache to the dtype of the queries."""
     if CONVERSION == 0:
-        return tile
+        return tile.to(dtype)
     # After the change of layout for the product, single bytes of shared memory would be read.
     return hold_layout(tile.to(dtype))
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from llmbox.engine.errors import ModelError
-from llmbox.engine.model_config.architectures import ARCHITECTURES
 from llmbox.engine.model_config.config import parse_config
+from llmbox.engine.model_config.registry import ARCHITECTURES
 from llmbox.engine.model_config.vision import MISSING_PARTS
 from llmbox.engine.model_config.vision.families import VISION_FAMILIES, find_vision
 from support.tiny_models import write_json
