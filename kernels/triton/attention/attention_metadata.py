@@ -41,7 +41,7 @@ def attend_gathered(
         count, context = ragged.query_lens[n], ragged.contexts[n]
         rows = slice(row, row + count)
         pages = ragged.block_tables_NB[n, : -(-context // ragged.block_size)]
-        k_GCD, v_GCD = (gathered(paged[layer], pages, context) for paged in (cache.k, cache.v))
+        k_GCD, v_GCD = (gathered(paged, pages, context) for paged in cache.layers[layer][:2])
         attended = F.scaled_dot_product_attention(
             q_THD[rows].transpose(0, 1).unsqueeze(0),
             k_GCD.unsqueeze(0),

@@ -3,7 +3,7 @@
 A head's slots of one block are contiguous: a decode program reads runs of block_size * D numbers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -30,6 +30,12 @@ class TritonKVCache:
     is_windowed: bool = False
     latent: int = 0
     """See `KVShape`. With latents `v` is `k`."""
+    layers: list[tuple[Tensor, ...]] = field(init=False)
+    """k, v and their scales of each layer: indexing them for each launch takes the host longer."""
+
+    def __post_init__(self) -> None:
+        parts = (self.k, self.v, self.k_scale, self.v_scale)
+        object.__setattr__(self, "layers", list(zip(*(part.unbind() for part in parts), strict=True)))
 
     @property
     def value_dim(self) -> int:

@@ -86,10 +86,7 @@ def run(
     cos_TD, sin_TD = angles or (cache.k_scale, cache.k_scale)
     heads_kernel[(rows, triton.cdiv(heads, at_once))](
         q_THD,
-        cache.k[layer],
-        cache.v[layer],
-        cache.k_scale[layer],
-        cache.v_scale[layer],
+        *cache.layers[layer],
         x_TnD,
         x_TnD if norm_nD is None else norm_nD,
         cos_TD,

@@ -68,11 +68,6 @@ def rotate_and_write(
     return q_THD
 
 
-def tensors_of(cache: TritonKVCache, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return keys, values and their scales of one layer."""
-    return cache.k[layer], cache.v[layer], cache.k_scale[layer], cache.v_scale[layer]
-
-
 def run_heads(
     out_TnD: Tensor,
     x_TnD: Tensor,
@@ -92,7 +87,7 @@ def run_heads(
     cos_TD, sin_TD = (out_TnD, out_TnD) if angles is None else angles
     k, v, k_scale, v_scale = (out_TnD,) * 4
     if cache is not None:
-        k, v, k_scale, v_scale = tensors_of(cache, layer)
+        k, v, k_scale, v_scale = cache.layers[layer]
     portable_heads_kernel[(triton.cdiv(rows, ROWS), heads)](
         out_TnD,
         k,
@@ -230,7 +225,7 @@ def attention(
         portable_attention_kernel[(rows // (tile // group) + sequences, kv_heads)](
             out_THD,
             q_THD,
-            *tensors_of(cache, layer),
+            *cache.layers[layer],
             ragged.query_starts_N1,
             ragged.context_lens_N,
             ragged.block_tables_NB,
