@@ -42,9 +42,17 @@ from ..models.catalog import ModelRef
 from ..models.load_request import ModelRequest
 from ..models.registry import Alias, Registry, full_name
 from ..util.formatting import hide_folders
-from . import memory_estimate
-from .memory_estimate import MemoryNeed, note_load
-from .model_tables import EvictedModel, EvictedModels, FailedLoads, ResidentModels, bytes_by_memory, no_room
+from . import residency
+from .residency import (
+    EvictedModel,
+    EvictedModels,
+    FailedLoads,
+    MemoryNeed,
+    ResidentModels,
+    bytes_by_memory,
+    no_room,
+    note_load,
+)
 
 log = logging.getLogger("llmbox.daemon")
 
@@ -68,7 +76,7 @@ class SchedulerDeps:
     device: Callable[[Machine, str], Place] = eviction.device_of
     budgets: Callable[[Machine, Place, float | None], tuple[int, ...]] = eviction.budgets
     sizes: Callable[[EngineConfig, Machine, tuple[int, ...], Mapping[int, int]], MemoryNeed | None] = (
-        memory_estimate.sizes
+        residency.sizes
     )
     """Estimate the memory of a config, within the budget of each memory, given the bytes that our models hold
     there.
