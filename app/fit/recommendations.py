@@ -109,7 +109,6 @@ def recommend(
             config=parsed,
             stored_bytes=size,
             stored_params=model.params,
-            disk_bytes=size,
             missing_bytes=0 if here else size,
         )
         found.append(Recommendation(model, fit(facts, config, site), here))

@@ -49,10 +49,8 @@ class ModelFacts:
     """Bytes of the weights in the files."""
     stored_params: int
     """Counted from the headers; a copy of a tied matrix, MTP layers and adapters are not counted."""
-    disk_bytes: int
-    """Bytes of all files that serving needs."""
     missing_bytes: int
-    """Bytes of `disk_bytes` that are not on this disk."""
+    """Bytes of the files that serving needs and that are not on this disk."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -75,8 +73,7 @@ def local_facts(ref: ModelRef) -> ModelFacts:
         tensors = parts_of_model(gguf.tensors)
     else:
         tensors = list_tensors(ref.path)
-    size = sum(path.stat().st_size for path in ref.path.rglob("*") if path.is_file())
-    facts = _facts(ref.name, config, tensors.values(), size, 0)
+    facts = _facts(ref.name, config, tensors.values(), 0)
     if file is None:
         check_weights(str(ref.path), config, tensors)
     return facts
@@ -97,7 +94,7 @@ def remote_facts(hub: Hub, repo: str, revision: str | None, quantization: str | 
     tensors = full_names({tensor.name: tensor for header in found for tensor in header})
     name = repo if revision is None else f"{repo}@{revision}"
     try:
-        facts = _facts(name, config, tensors.values(), size, size)
+        facts = _facts(name, config, tensors.values(), size)
         check_weights(name, config, tensors)
     except ModelError as error:
         raise HubError("unsupported_model", f"{name} cannot be served", str(error)) from None
@@ -168,7 +165,7 @@ def _gguf_facts(hub: Hub, listing: RepoListing, files: list[RepoFile], name: str
         vector_files(whole)
     except ModelError as error:
         raise HubError("unsupported_model", f"{name} cannot be served", str(error)) from None
-    return _facts(name, config, parts_of_model(tensors).values(), size, size)
+    return _facts(name, config, parts_of_model(tensors).values(), size)
 
 
 def parse_config_files(files: Mapping[str, object]) -> ModelConfig:
@@ -207,9 +204,7 @@ def remote_header(hub: Hub, listing: RepoListing, file: RepoFile) -> list[Tensor
     return tensors
 
 
-def _facts(
-    name: str, config: ModelConfig, tensors: Iterable[TensorEntry], size: int, missing: int
-) -> ModelFacts:
+def _facts(name: str, config: ModelConfig, tensors: Iterable[TensorEntry], missing: int) -> ModelFacts:
     """Build the facts of a model. Raises ModelError."""
     entries = list(tensors)
     if config.stored is not None and not isinstance(config.stored, GgufFormat):
@@ -229,7 +224,6 @@ def _facts(
         config,
         sum(e.nbytes for e in entries),
         sum(prod(e.shape) for e in counted),
-        size,
         missing,
     )
 

@@ -113,7 +113,7 @@ def test_the_example_of_the_page_is_printed_by_the_command(capsys: pytest.Captur
     model = next(model for model in recommended() if model.repo == "Qwen/Qwen3-8B")
     config = parse_config_files({"config.json": model.config})
     size = model.download_bytes
-    facts = ModelFacts(model.repo, config, size, model.params, disk_bytes=size, missing_bytes=0)
+    facts = ModelFacts(model.repo, config, size, model.params, missing_bytes=0)
     users = UserLoad(users=1000, per_minute=1.0, request=USUAL_REQUEST, tpot_target=0.03)
     prices = {"rtx4090": 0.4, "h100": 2.5}
     asked = PredictionRequest(read_gpu_models("rtx4090,h100"), prices, USUAL_REQUEST, users)
