@@ -7,7 +7,7 @@ from alembic import context
 from sqlalchemy import create_engine
 from sqlmodel import SQLModel
 
-import llmbox.app.store.tables  # noqa: F401 - registers the tables
+import llmbox.app.store.database  # noqa: F401 - registers the tables
 
 
 def run() -> None:

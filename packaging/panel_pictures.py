@@ -24,8 +24,7 @@ from typing import Any
 
 from llmbox.app.lifecycle.program import Program
 from llmbox.app.security.key_store import KeyStore, LastUsed
-from llmbox.app.security.keys import KeySpec
-from llmbox.app.security.quotas import QuotaLedger
+from llmbox.app.security.keys import KeySpec, QuotaLedger
 from llmbox.app.store.queries import requests as request_queries
 from llmbox.app.store.record import RequestRecord
 from llmbox.app.telemetry.history import KEEP

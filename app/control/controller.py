@@ -24,7 +24,7 @@ from ..models.load_request import ModelRequest, with_draft_path
 from ..services import AvailableModel, Services
 from .library import Library
 from .model_scheduler import ModelScheduler, SchedulerDeps
-from .model_tables import EvictedModels
+from .residency import EvictedModels
 
 
 class AvailableModels:

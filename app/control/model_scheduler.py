@@ -42,9 +42,8 @@ from ..models.catalog import ModelRef
 from ..models.load_request import ModelRequest
 from ..models.registry import Alias, Registry, full_name
 from ..util.formatting import hide_folders
-from . import memory_estimate
-from .memory_estimate import MemoryNeed, note_load
-from .model_tables import EvictedModel, EvictedModels, FailedLoads, ResidentModels, bytes_by_memory, no_room
+from . import residency
+from .residency import EvictedModel, MemoryNeed, ResidentModels
 
 log = logging.getLogger("llmbox.daemon")
 
@@ -68,7 +67,7 @@ class SchedulerDeps:
     device: Callable[[Machine, str], Place] = eviction.device_of
     budgets: Callable[[Machine, Place, float | None], tuple[int, ...]] = eviction.budgets
     sizes: Callable[[EngineConfig, Machine, tuple[int, ...], Mapping[int, int]], MemoryNeed | None] = (
-        memory_estimate.sizes
+        residency.sizes
     )
     """Estimate the memory of a config, within the budget of each memory, given the bytes that our models hold
     there.
@@ -87,8 +86,8 @@ class ModelScheduler:
         self._wanted: dict[str, asyncio.Task[LoadedModel]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._leaving: set[asyncio.Task[list[int]]] = set()
-        self.evicted = EvictedModels()
-        self.failed = FailedLoads(deps.clock)
+        self.evicted = residency.EvictedModels()
+        self.failed = residency.FailedLoads(deps.clock)
         self.adapters_used: dict[str, float] = {}
         """Unix time of the last request that named an adapter, by its name."""
         engines.admit = self.admit
@@ -226,7 +225,7 @@ class ModelScheduler:
         self.failed.forget(model.name)
         self._arm()
         if self._deps.loads_file is not None:
-            await asyncio.to_thread(note_load, self._deps.loads_file, model)
+            await asyncio.to_thread(residency.note_load, self._deps.loads_file, model)
 
     def pin(self, name: str, *, pinned: bool) -> LoadedModel:
         """Pin or unpin a model. A pinned model is neither evicted nor expired. Raises ApiError 404."""
@@ -293,7 +292,7 @@ class ModelScheduler:
             residents = [r for r in self.residents(device, but=config.name) if r.name != config.name]
             room = choose_placement(size.requests, size.budgets, residents, keep_owned=on_request)
             if isinstance(room, AllocationFailure):
-                raise no_room(config.name, room, residents)
+                raise residency.no_room(config.name, room, residents)
             wanted = next(request for request in size.requests if request.places == room.places)
             share = min(wanted.want, room.free)
             leaving: list[int] = []
@@ -345,7 +344,7 @@ class ModelScheduler:
             await self._engines.finish_unloads()
             return []
         info = model.supervisor.info
-        freed = 0 if info is None else sum(bytes_by_memory(info).values())
+        freed = 0 if info is None else sum(residency.bytes_by_memory(info).values())
         if not model.on_request:
             self.evicted.add(model, reason)
         leaving = [] if waits else model.supervisor.pids

@@ -16,8 +16,19 @@ import msgspec
 from ..errors import CliError, Exit
 from ..util.atomic_file import DelayedFile, locked, write_whole
 from ..util.formatting import did_you_mean
-from .keys import ApiKey, KeyChange, KeySpec, digest_of, display_of, is_name, new_id, new_secret
-from .quotas import QuotaLedger, QuotaView, views
+from .keys import (
+    ApiKey,
+    KeyChange,
+    KeySpec,
+    QuotaLedger,
+    QuotaView,
+    digest_of,
+    display_of,
+    is_name,
+    new_id,
+    new_secret,
+    views,
+)
 
 log = logging.getLogger("llmbox.security")
 

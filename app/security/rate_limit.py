@@ -12,8 +12,7 @@ from typing import Final
 
 from ..config.entries import TokenPrice
 from ..errors import ApiError
-from .keys import ApiKey
-from .quotas import KeyQuota, QuotaLedger, QuotaReservation
+from .keys import ApiKey, KeyQuota, QuotaLedger, QuotaReservation
 
 Clock = Callable[[], float]
 

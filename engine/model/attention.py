@@ -13,6 +13,7 @@ from llmbox.kernels.ops import AttentionPlan, KVCache, Ops, PackedLinear
 
 from ..checkpoint.safetensors import ShardSlice
 from ..model_config.architecture import OWN_GATES
+from ..model_config.attention import LayerSizes
 from ..model_config.config import ModelConfig
 from ..weights.source import Weights, norm_weight
 from .forward_context import ForwardContext
@@ -55,24 +56,11 @@ class Attention:
         """Index of another table for its queries."""
         self.norms_after_rope = config.norms_after_rope
         self._order = config.ropes[self.rope].order(self.head_dim)
-        q, k = rows_of(heads, self.head_dim), rows_of(kv_heads, self.head_dim)
-        v, results = rows_of(kv_heads, self.value_dim), rows_of(heads, self.value_dim)
         self.gate = config.attention_gate
         """Linear with gates of the results, with which the rows of the stacked linear end."""
-        outputs = {"q_proj": rows_of(heads, 2 * self.head_dim) if self.gate == "q_proj" else q}
-        if self.writes_kv:
-            outputs |= {"k_proj": k, "v_proj": v} if self.has_values else {"k_proj": k}
-        else:
-            for name in ("k_proj.", "v_proj.", "k_norm."):  # some checkpoints have them, unused
-                weights.skip(name)
-        if self.gate in OWN_GATES:
-            outputs[self.gate] = q
         self._by_group = config.stacks_by_group
-        if self._by_group:
-            each = (sizes.heads // sizes.kv_heads + 2) * self.head_dim
-            outputs = {"qkv_proj": rows_of(kv_heads, each)}
         self.input = self.qkv = weights.linear(
-            outputs,
+            self._stacked_rows(weights, sizes, heads, kv_heads),
             ShardSlice.whole(inputs or config.hidden_size),
             bias=config.qkv_bias,
             order=self._rows_in_order(),
@@ -84,11 +72,31 @@ class Attention:
             self.spread = spread_gates(ops, weights, self.heads, self.head_dim)
         self.norm_nD = self._make_norms(config, weights)
         outputs = {"o_proj": ShardSlice.whole(config.hidden_size)}
-        self.output = weights.linear(outputs, results, bias=config.o_bias)
-        self.sub_norm_Q = weights.vector("attn_sub_norm.weight", q.size) if config.has_sub_norms else None
+        self.output = weights.linear(outputs, rows_of(heads, self.value_dim), bias=config.o_bias)
+        self.sub_norm_Q = None
+        if config.has_sub_norms:
+            self.sub_norm_Q = weights.vector("attn_sub_norm.weight", rows_of(heads, self.head_dim).size)
         self.gate_function = config.gate_function
         gated = self.gate is not None or config.has_head_gate or config.has_sub_norms
         self._attend = ops.attention if gated else ops.before(self.output).attention
+
+    def _stacked_rows(
+        self, weights: Weights, sizes: LayerSizes, heads: ShardSlice, kv_heads: ShardSlice
+    ) -> dict[str, ShardSlice]:
+        """Return this rank's rows of the linears that the stacked one is made of, by name."""
+        width = self.head_dim
+        q, k, v = rows_of(heads, width), rows_of(kv_heads, width), rows_of(kv_heads, self.value_dim)
+        outputs = {"q_proj": rows_of(heads, 2 * width) if self.gate == "q_proj" else q}
+        if self.writes_kv:
+            outputs |= {"k_proj": k, "v_proj": v} if self.has_values else {"k_proj": k}
+        else:
+            for name in ("k_proj.", "v_proj.", "k_norm."):  # some checkpoints have them, unused
+                weights.skip(name)
+        if self.gate in OWN_GATES:
+            outputs[self.gate] = q
+        if self._by_group:
+            outputs = {"qkv_proj": rows_of(kv_heads, (sizes.heads // sizes.kv_heads + 2) * width)}
+        return outputs
 
     def _rows_in_order(self) -> tuple[int, ...] | None:
         """Return the row order of the stacked linear: query and key heads reordered, values as stored, gates

@@ -14,8 +14,7 @@ from llmbox.app.errors import ApiError
 from llmbox.app.inspect.detail import as_curl, as_python, find_logged
 from llmbox.app.inspect.replay import ReplayResult, replay
 from llmbox.app.security.keys import ApiKey, KeySpec
-from llmbox.app.security.security import LOCAL, Identity
-from llmbox.app.security.sessions import Session
+from llmbox.app.security.security import LOCAL, Identity, Session
 from support.cli_box import until
 from support.deferred_module import DeferredModule
 from support.fake_engine import write_model

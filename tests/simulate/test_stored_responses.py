@@ -8,9 +8,9 @@ from llmbox.app.http.openai_responses import stored as stored_routes
 from llmbox.app.http.openai_responses.stored import LiveResponse
 from llmbox.app.http.openai_responses.writer import ResponseEventWriter
 from llmbox.app.lifecycle.drain import BackgroundTasks
+from llmbox.app.store.database import StoredRow
 from llmbox.app.store.queries import stored_answers as queries
 from llmbox.app.store.stored_answers import StoredAnswers
-from llmbox.app.store.tables import StoredRow
 from simulate.scenario import MachineEvent, Scenario, draw_scenario
 from simulate.simulation import simulate
 from simulate.small_runs import make_model, make_request, run

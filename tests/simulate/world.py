@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from llmbox.app.config.settings import Settings
-from llmbox.app.control.memory_estimate import MemoryNeed
 from llmbox.app.control.model_scheduler import ModelScheduler, SchedulerDeps
+from llmbox.app.control.residency import MemoryNeed
 from llmbox.app.engines import engine_process, restart_policy
 from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.eviction import MemoryRequest

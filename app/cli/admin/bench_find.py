@@ -8,13 +8,7 @@ from secrets import token_hex
 from typing import Any
 
 from ...bench.client import BenchTarget, Prompts, complete
-from ...bench.operating_point import (
-    LoadPoint,
-    OperatingPointSearch,
-    PointSpec,
-    find_operating_point,
-    measure_point,
-)
+from ...bench.measure import LoadPoint, OperatingPointSearch, PointSpec, find_operating_point, measure_point
 from ...config.entries import LatencyTarget, find_target, is_entry
 from ...config.loader import OVERRIDES, set_value
 from ...config.settings import schema

@@ -286,7 +286,7 @@ def _view(program: Program, key: "ApiKey") -> dict[str, Any]:
     import msgspec
 
     from ...security.key_store import view
-    from ...security.quotas import QuotaLedger
+    from ...security.keys import QuotaLedger
 
     ledger = QuotaLedger(program.paths.keys_quota_file)
     data: dict[str, Any] = msgspec.to_builtins(view(key, _used(program), ledger))

@@ -14,8 +14,7 @@ from ...control.kv_cache import purge_key
 from ...errors import ApiError, CliError, Exit
 from ...security.key_store import KeyView, view
 from ...security.keys import ApiKey, KeyChange, KeySpec
-from ...security.security import Security
-from ...security.sessions import TOKEN_LIFE
+from ...security.security import TOKEN_LIFE, Security
 from ...services import Services
 from ...store.conversations import ToolServerSecrets
 from ...store.record import StoreError

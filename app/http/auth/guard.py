@@ -27,8 +27,16 @@ from litestar.types import Scope as ConnectionScope
 from ...errors import ApiError
 from ...lifecycle.drain import Drain, shutting_down
 from ...security.keys import PREFIX, Scope
-from ...security.security import LOCAL, NOBODY, Identity, Security
-from ...security.sessions import ABSOLUTE, PATH, Session, is_csrf_token
+from ...security.security import (
+    ABSOLUTE,
+    LOCAL,
+    NOBODY,
+    SIGN_IN_PATH,
+    Identity,
+    Security,
+    Session,
+    is_csrf_token,
+)
 from ...services import Services
 from ..server.errors import error_type
 from ..server.middleware import add_headers
@@ -272,9 +280,11 @@ def _needs_key(access: Access) -> ApiError:
 def _to_sign_in(connection: ASGIConnection[Any, Any, Any, Any]) -> ApiError:
     if "hx-request" in connection.headers:  # a fragment: the browser must leave the whole page
         error = _needs_key(Access.PAGE)
-        error.headers["HX-Redirect"] = PATH
+        error.headers["HX-Redirect"] = SIGN_IN_PATH
         return error
-    return ApiError(303, "Sign in first.", "sign_in_needed", None, error_type(401), {"Location": PATH})
+    return ApiError(
+        303, "Sign in first.", "sign_in_needed", None, error_type(401), {"Location": SIGN_IN_PATH}
+    )
 
 
 def _denied(message: str, code: str = "permission_denied") -> ApiError:

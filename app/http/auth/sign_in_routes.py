@@ -13,8 +13,7 @@ from litestar.types import ControllerRouterHandler
 
 from ...errors import ApiError
 from ...security.keys import ApiKey
-from ...security.security import Security
-from ...security.sessions import PATH
+from ...security.security import SIGN_IN_PATH, Security
 from ..server.errors import card_page
 from ..server.middleware import add_headers
 from ..server.request import StrictRequest, form_of
@@ -27,7 +26,7 @@ _MOST_TOKEN_CHARACTERS = 200
 
 
 @get(
-    PATH,
+    SIGN_IN_PATH,
     media_type=MediaType.HTML,
     sync_to_thread=False,
     opt={"access": Access.SIGN_IN},
@@ -42,7 +41,7 @@ def sign_in_page(request: StrictRequest, token: FromQuery[str] = "") -> Response
 
 
 @post(
-    PATH,
+    SIGN_IN_PATH,
     media_type=MediaType.HTML,
     status_code=303,
     opt={"access": Access.SIGN_IN, "form": True},
@@ -85,7 +84,7 @@ async def sign_out(request: StrictRequest) -> Response[str]:
     if session is not None:
         request.services.security.sessions.close(session)
     add_headers(request.scope, lambda: [no_cookie(request)])
-    return _go(PATH)
+    return _go(SIGN_IN_PATH)
 
 
 sign_in_routes: list[ControllerRouterHandler] = [sign_in_page, sign_in, sign_out]

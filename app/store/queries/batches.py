@@ -12,8 +12,8 @@ from sqlalchemy import update as change
 from sqlmodel import Session, col
 
 from ..batches import Batch, BatchCounts, BatchItem, BatchKind, BatchPage, BatchResult
+from ..database import BatchItemRow, BatchRow, delete_rows
 from ..stored_answers import encode_json
-from ..tables import BatchItemRow, BatchRow, delete_rows
 
 
 def add(engine: Engine, batch: Batch, items: Sequence[BatchItem]) -> Batch:

@@ -15,8 +15,7 @@ from ..conversations import (
     has_values,
     without_values,
 )
-from ..database import give_back_space
-from ..tables import ConversationRow, PanelItemRow, delete_rows
+from ..database import ConversationRow, PanelItemRow, delete_rows, give_back_space
 
 
 def list_of(engine: Engine, owner: str, text: str, limit: int) -> list[ConversationSummary]:

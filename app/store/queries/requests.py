@@ -16,10 +16,18 @@ from sqlalchemy import Connection, Engine, TextClause, case, delete, func, inser
 from sqlalchemy.dialects import sqlite
 from sqlmodel import Session, col, select
 
-from ..database import empty_size, erase_damaged, give_back_space
+from ..database import (
+    ContentRow,
+    MarkRow,
+    RequestRow,
+    TelemetryRow,
+    TimesRow,
+    empty_size,
+    erase_damaged,
+    give_back_space,
+)
 from ..database_file import size_on_disk
 from ..record import NOT_NOW, Content, RecordFilter, RecordTotals, RequestRecord, StoreError, to_json
-from ..tables import ContentRow, MarkRow, RequestRow, TelemetryRow, TimesRow
 from ..trimming import Retention
 from . import batches as batch_queries
 from . import conversations as conversation_queries

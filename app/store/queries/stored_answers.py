@@ -9,9 +9,8 @@ from sqlalchemy import delete as delete_from
 from sqlalchemy import update as change
 from sqlmodel import Session, col
 
-from ..database import give_back_space
+from ..database import BatchRow, ConversationRow, PanelItemRow, StoredRow, delete_rows, give_back_space
 from ..stored_answers import Kind, StoredAnswer, StoredFilter, StoredTotal, encode_json
-from ..tables import BatchRow, ConversationRow, PanelItemRow, StoredRow, delete_rows
 
 _OVER = text(
     "DELETE FROM stored WHERE seq IN (SELECT seq FROM"

@@ -4,7 +4,7 @@ import time
 import pytest
 
 from llmbox.app.bench.client import BenchTarget, Prompts
-from llmbox.app.bench.operating_point import LoadPoint, PointSpec, find_operating_point, measure_point
+from llmbox.app.bench.measure import LoadPoint, PointSpec, find_operating_point, measure_point
 from llmbox.app.config.entries import LatencyTarget
 from support.clock import Clock
 

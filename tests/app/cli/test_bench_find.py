@@ -5,7 +5,7 @@ import json
 import pytest
 
 from llmbox.app.bench.client import RequestTiming
-from llmbox.app.bench.operating_point import LoadPoint
+from llmbox.app.bench.measure import LoadPoint
 from llmbox.app.cli.admin import bench_find
 from llmbox.app.errors import Exit
 from support.cli_call import FakeClient, call, home

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from llmbox.app.control import memory_estimate as load_history
-from llmbox.app.control.memory_estimate import LOADS, note_load, read_loads
+from llmbox.app.control import residency as load_history
+from llmbox.app.control.residency import LOADS, note_load, read_loads
 
 
 def loaded(name: str, at: float) -> Any:

@@ -15,9 +15,8 @@ import pytest
 from llmbox.app.config.model_settings import MemorySettings
 from llmbox.app.config.settings import Settings
 from llmbox.app.control import model_scheduler
-from llmbox.app.control.memory_estimate import MemoryNeed, least_bytes, sizes
 from llmbox.app.control.model_scheduler import ModelScheduler, SchedulerDeps
-from llmbox.app.control.model_tables import seen_from
+from llmbox.app.control.residency import MemoryNeed, least_bytes, seen_from, sizes
 from llmbox.app.engines.engine_process import SupervisorOptions
 from llmbox.app.engines.eviction import HOST, MemoryRequest, Place, budgets, choose_placement
 from llmbox.app.engines.manager import EngineManager

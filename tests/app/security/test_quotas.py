@@ -7,8 +7,7 @@ import pytest
 
 from llmbox.app.config.entries import TokenPrice
 from llmbox.app.errors import ApiError
-from llmbox.app.security.keys import ApiKey
-from llmbox.app.security.quotas import KeyCounters, KeyQuota, QuotaLedger, views
+from llmbox.app.security.keys import ApiKey, KeyCounters, KeyQuota, QuotaLedger, views
 from llmbox.app.security.rate_limit import KeyLimiter, KeyLimiters
 from support.clock import Clock
 

@@ -3,11 +3,11 @@
 import pytest
 
 from llmbox.app.errors import ApiError
-from llmbox.app.security.sessions import (
+from llmbox.app.security.security import (
     ABSOLUTE,
     GRACE,
     IDLE,
-    MOST,
+    MOST_SESSIONS,
     ROTATE,
     TOKEN_LIFE,
     OneTimeTokens,
@@ -77,10 +77,10 @@ def test_sessions_are_bounded() -> None:
     clock = Clock()
     sessions = Sessions(clock)
     secrets = []
-    for _ in range(MOST + 10):
+    for _ in range(MOST_SESSIONS + 10):
         clock.now += 1
         secrets.append(sessions.open()[1])
-    assert sum(sessions.find(secret) is not None for secret in secrets) == MOST
+    assert sum(sessions.find(secret) is not None for secret in secrets) == MOST_SESSIONS
     assert sessions.find(secrets[0]) is None
 
 

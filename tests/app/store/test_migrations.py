@@ -10,7 +10,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, inspect, text
 from sqlmodel import SQLModel
 
-import llmbox.app.store.tables
+import llmbox.app.store.database
 import llmbox.migrations
 from llmbox.app.store.database import open_database, upgrade
 from llmbox.app.store.database_file import newest_schema

@@ -2,8 +2,7 @@
 
 import pytest
 
-from llmbox.app.security.security import LOCAL, NOBODY, Identity
-from llmbox.app.security.sessions import Session
+from llmbox.app.security.security import LOCAL, NOBODY, Identity, Session
 from support.cli_box import until
 from support.deferred_module import DeferredModule
 from support.openai_server import serving

@@ -14,7 +14,6 @@ from llmbox.app.config.entries import Scalar
 from llmbox.app.config.loader import check_value
 from llmbox.app.config.settings import schema
 from llmbox.app.control.kv_cache import limit_bytes
-from llmbox.app.control.memory_estimate import read_loads
 from llmbox.app.engines.eviction import total_budget
 from llmbox.app.errors import ApiError, CliError, Exit
 from llmbox.app.fit.fit import plan_alone
@@ -34,6 +33,7 @@ from llmbox.engine.planning.estimator import MemoryPlan
 from llmbox.engine.planning.performance_model import decode_tokens_per_second
 from llmbox.kernels.quant_formats import QUANTS
 
+from ....app.control.residency import read_loads
 from ..render import PageContext, PanelRequest, done, is_fragment, page, panel_of, render
 
 CHOICES: Final = ("ctx", "memory", "dtype", "quant", "kv_dtype", "max_running", "tp")

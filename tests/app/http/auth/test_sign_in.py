@@ -16,8 +16,7 @@ from llmbox.app.http.app import App
 from llmbox.app.http.auth.guard import Access, csrf_token, identity_of
 from llmbox.app.http.server.request import form_of
 from llmbox.app.security.keys import KeySpec
-from llmbox.app.security.security import Security
-from llmbox.app.security.sessions import ABSOLUTE, GRACE, IDLE, ROTATE, TOKEN_LIFE
+from llmbox.app.security.security import ABSOLUTE, GRACE, IDLE, ROTATE, TOKEN_LIFE, Security
 from support.clock import Clock
 from support.http_app import client, guarded, make_app
 from support.lanes import examples
