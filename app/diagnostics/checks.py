@@ -84,7 +84,7 @@ def check_torch(_: Program) -> Iterator[Finding]:
 def check_machine(_: Program) -> Iterator[Finding]:
     machine = read_machine()
     cpu, memory = machine.cpu, machine.memory
-    named = ("avx2", "avx_vnni", "avx512f", "avx512_bf16", "amx_bf16")
+    named = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
     wide = [name for name in named if name in cpu.features]
     yield Finding(
         "cpu", "ok", f"{cpu.model}, {cpu.cores} cores, {' '.join(wide) or 'no vector extensions known'}"

@@ -24,6 +24,9 @@ from .generation import Delta, Generation, TimeLimits, TokenUsage
 CLIENT_CLOSED = 499
 """Status in the log of a request whose client disconnected; never sent."""
 
+_SHORTEST_RATE = 0.1
+"""Seconds since the first token from which on a speed means something: an answer may arrive at once."""
+
 _ENGINE_STATUS = {
     "does_not_fit": 400,
     "bad_adapter": 400,
@@ -197,7 +200,7 @@ class OpenRequest:
             stream=generation.stream,
             n=len(self.sequences),
             ttft=None if clock.first_token is None else clock.first_token - clock.began,
-            tokens_per_second=usage.output_tokens / decoding if decoding > 0 else None,
+            tokens_per_second=usage.output_tokens / decoding if decoding >= _SHORTEST_RATE else None,
             resumes=self.resumes,
             prefix_end=self.prefix_end,
             **usage.counts(),

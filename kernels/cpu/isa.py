@@ -25,18 +25,21 @@ class Level:
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX_VNNI = _AVX2 | {"avx_vnni"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
-_BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
+_VNNI = _AVX512 | {"avx512_vnni"}
+_BF16 = _VNNI | {"avx512_bf16"}
 _AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 _WIDE = "-mprefer-vector-width=512"
 
 _ARM_DOT = frozenset({"asimddp", "atomics", "asimdrdm", "crc32"})
 
-_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", _WIDE)
+_VNNI_FLAGS = ("-march=x86-64-v4", _WIDE, "-mavx512vnni")
+_BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
 
 LEVELS = (
     Level("amx", "x86_64", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), 500e9),
     Level("avx512-bf16", "x86_64", _BF16, _BF16_FLAGS, 120e9),
-    Level("avx512", "x86_64", _AVX512, ("-march=x86-64-v4", _WIDE), 60e9),
+    Level("avx512-vnni", "x86_64", _VNNI, _VNNI_FLAGS, 100e9),
+    Level("avx512", "x86_64", _AVX512, ("-march=x86-64-v4", _WIDE), 100e9),
     Level("avx-vnni", "x86_64", _AVX_VNNI, ("-march=x86-64-v3", "-mavxvnni"), 30e9),
     Level("avx2", "x86_64", _AVX2, ("-march=x86-64-v3",), 30e9),
     Level("i8mm", "aarch64", _ARM_DOT | {"i8mm"}, ("-march=armv8.2-a+dotprod+i8mm",), 8e9),
@@ -48,7 +51,13 @@ LEVELS = (
 def usable_levels() -> tuple[Level, ...]:
     """Return the levels that this CPU can run, best first; never empty."""
     flags, machine = cpu_flags(), platform.machine()
-    return tuple(level for level in LEVELS if level.machine in {None, machine} and level.needs <= flags)
+    usable = [level for level in LEVELS if level.machine in {None, machine} and level.needs <= flags]
+    names = [level.name for level in usable]
+    if "avx512-bf16" in names and is_intel():
+        # Its bfloat16 dot product has half the throughput of two multiply-adds (docs/notes/cpu-kernels.md).
+        here = names.index("avx512-bf16")
+        usable.insert(names.index("avx512-vnni"), usable.pop(here))
+    return tuple(usable)
 
 
 @cache
@@ -56,6 +65,11 @@ def cpu_flags() -> frozenset[str]:
     """Return the CPU's flags. Empty if the system does not report them: then the portable kernels run."""
     facts = _cpu_facts()
     return frozenset((facts.get("flags") or facts.get("Features") or "").split())
+
+
+@cache
+def is_intel() -> bool:
+    return _cpu_facts().get("vendor_id") == "GenuineIntel"
 
 
 _ZEN5: Final = 26

@@ -12,8 +12,9 @@ def _one_thread() -> None:
     torch.default_generator.manual_seed(0)  # that of all devices takes ten times as long
 
 
-TWIN = "cpu avx512" if "cpu avx512-bf16" in backends() else None
-"""Level with the registers and loops of a better one that is here too: compiled and tested each night."""
+BEST = next((name for name in backends() if name.startswith("cpu ")), None)
+TWINS = {"cpu avx512-vnni", "cpu avx512"} - {BEST}
+"""Levels with the registers and loops of a better one that is here too: compiled and tested each night."""
 
 
 WITH_LINEARS = ("test_linear", "test_moe", "test_lora")
@@ -25,7 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept, left_out = [], []
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if any(isinstance(value, str) and value == TWIN for value in params.values()):
+        if any(isinstance(value, str) and value in TWINS for value in params.values()):
             item.add_marker("nightly")
         native = params.get("ops", "reference") not in TORCH_BACKENDS
         if params.get("ops") == "onednn" and item.path.stem not in WITH_LINEARS:

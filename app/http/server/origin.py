@@ -10,6 +10,7 @@ from ...errors import ApiError
 from .errors import error_type
 
 _SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}
+_SCHEMES = {b"http", b"https"}
 _OWN_SITES = {b"same-origin", b"none"}
 _ALWAYS = ("localhost", "llmbox")
 
@@ -51,6 +52,20 @@ class HostList:
 
 def _has_port(name: str) -> bool:
     return name.rpartition(":")[2].isdigit() and not name.endswith("]")
+
+
+def take_target(target: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Return path and query of a request target in absolute form, such as `http://localhost/v1/models`. Its
+    host replaces the Host header (RFC 9112, 3.2.2), so that `check_host` sees it. Other targets are returned
+    as they are.
+    """
+    scheme, separator, rest = target.partition(b"://")
+    authority = re.match(rb"[^/?@#]+(?=[/?]|$)", rest)
+    if not separator or scheme.lower() not in _SCHEMES or authority is None:
+        return target
+    headers[:] = [(b"host", authority[0]), *(pair for pair in headers if pair[0] != b"host")]
+    path = rest[authority.end() :]
+    return path if path.startswith(b"/") else b"/" + path
 
 
 def check_host(hosts: HostList, scope: Any, values: list[bytes]) -> None:

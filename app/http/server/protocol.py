@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 from ...config.settings import LimitSettings
 from ...errors import ApiError
 from .errors import encode_error
+from .origin import take_target
 from .request import LOCAL, WRITER
 from .sockets import ConnectionLimiter
 
@@ -212,8 +213,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._refused:
             return
+        self.url = take_target(self.url, self.headers)
         if not self.url.startswith(b"/") or self.parser.get_method() == b"CONNECT":
-            self._refuse(ApiError(400, "The request target must be a path.", "bad_request"))
+            message = "The request target must be a path or an http URL."
+            self._refuse(ApiError(400, message, "bad_request"))
             return
         if self.parser.should_upgrade():
             return  # `_decline_upgrade` follows

@@ -56,15 +56,28 @@ def test_drafts_of_all_steps_are_counted():
     assert (opened.usage.draft_tokens, opened.usage.accepted_tokens) == (9, 5)
 
 
-def test_the_first_token_is_counted_from_the_exchanges_begin():
-    """Tokenizing and a load are part of what the client waited for."""
-    clock = ExchangeClock(began=time.monotonic() - 100.0)
+def open_with(output_tokens: int, clock: ExchangeClock) -> OpenRequest:
     generation = SimpleNamespace(
         **dict.fromkeys(("id", "endpoint", "key", "client", "stream")),
         prompts=[[1]], n=1, clock=clock, model=SimpleNamespace(name="m"),
     )  # fmt: skip
-    sequence = SimpleNamespace(stream=SimpleNamespace(resumes=0), output_tokens=0)
-    opened = OpenRequest(generation, [sequence], print, print)
+    sequence = SimpleNamespace(stream=SimpleNamespace(resumes=0), output_tokens=output_tokens)
+    return OpenRequest(generation, [sequence], print, print)
+
+
+def test_speed_is_told_once_it_means_something():
+    """200 tokens a millisecond after the first were shown as 200,000 tokens a second."""
+    opened = open_with(200, ExchangeClock())
+    opened.timeline.first_token = time.monotonic() - 0.001
+    assert opened.live().tokens_per_second is None
+    opened.timeline.first_token = time.monotonic() - 4.0
+    assert opened.live().tokens_per_second == pytest.approx(50.0, rel=0.2)
+
+
+def test_the_first_token_is_counted_from_the_exchanges_begin():
+    """Tokenizing and a load are part of what the client waited for."""
+    clock = ExchangeClock(began=time.monotonic() - 100.0)
+    opened = open_with(0, clock)
     opened.timeline.first_token = opened.timeline.submitted + 1.0
     live = opened.live()
     assert 100.0 <= live.age < 200.0

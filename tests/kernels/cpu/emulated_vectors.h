@@ -1,8 +1,9 @@
 // Instructions of AVX-VNNI and AVX-512 in plain C++, so that their kernels run on a CPU with AVX2 (Intel SDM). To be included
-// before the kernels and compiled for AVX2, with one of LLMBOX_EMULATED_AVX_VNNI, _AVX512 and _AVX512_BF16.
+// before the kernels and compiled for AVX2, with one of LLMBOX_EMULATED_AVX_VNNI, _AVX512, _AVX512_VNNI and _AVX512_BF16.
 #pragma once
 
-#if defined(LLMBOX_EMULATED_AVX_VNNI) || defined(LLMBOX_EMULATED_AVX512) || defined(LLMBOX_EMULATED_AVX512_BF16)
+#if defined(LLMBOX_EMULATED_AVX_VNNI) || defined(LLMBOX_EMULATED_AVX512) || defined(LLMBOX_EMULATED_AVX512_VNNI) || \
+    defined(LLMBOX_EMULATED_AVX512_BF16)
 
 #include <algorithm>
 #include <cmath>
@@ -197,6 +198,8 @@ EMULATED __m512bh _cvtne2ps_pbh(__m512 high, __m512 low) {
 #define __AVX512BW__ 1
 #if defined(LLMBOX_EMULATED_AVX512_BF16)
 #define __AVX512BF16__ 1
+#endif
+#if !defined(LLMBOX_EMULATED_AVX512)
 #define __AVX512VNNI__ 1
 #endif
 #define asm(...) ((void)0)  // hints to the compiler, about registers that are not here

@@ -24,6 +24,7 @@ TILES = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 EMULATED = {
     "amx": (*EMULATED_BF16, *TILES, "-DLLMBOX_EMULATED_TILES"),
     "avx512-bf16": EMULATED_BF16,
+    "avx512-vnni": (*FLAGS_OF["avx2"], "-DLLMBOX_EMULATED_AVX512_VNNI"),
     "avx512": (*FLAGS_OF["avx2"], "-DLLMBOX_EMULATED_AVX512"),
     "avx-vnni": (*FLAGS_OF["avx2"], "-DLLMBOX_EMULATED_AVX_VNNI"),
 }

@@ -379,6 +379,26 @@ def test_wide_cores_are_known_by_their_family(
     assert core_flops.__wrapped__() == times * LEVELS[1].flops
 
 
+@pytest.mark.parametrize(
+    ("intel", "flags", "best"),
+    [
+        (False, "avx512_vnni avx512_bf16", ["avx512-bf16", "avx512-vnni", "avx512"]),
+        (True, "avx512_vnni avx512_bf16", ["avx512-vnni", "avx512-bf16", "avx512"]),
+        (True, "avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8", ["amx", "avx512-vnni", "avx512-bf16"]),
+        (True, "avx512_vnni", ["avx512-vnni", "avx512", "avx2"]),
+        (True, "", ["avx512", "avx2", "portable"]),
+    ],
+)
+def test_levels_of_avx512_follow_flags_and_vendor(
+    intel: bool, flags: str, best: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    avx512 = "avx2 fma f16c bmi2 avx512f avx512bw avx512dq avx512vl avx512cd"
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("llmbox.kernels.cpu.isa.is_intel", lambda: intel)
+    monkeypatch.setattr("llmbox.kernels.cpu.isa.cpu_flags", lambda: frozenset(f"{avx512} {flags}".split()))
+    assert [level.name for level in usable_levels()][:3] == best
+
+
 def test_the_best_level_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LLMBOX_KERNELS", raising=False)
     ops = select_ops(CPU, torch.float32)

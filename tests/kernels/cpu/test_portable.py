@@ -30,8 +30,8 @@ from support.tiny_models import make_tiny_model
 
 HERE = [name for name in backends() if name.startswith("cpu ")]
 BEST, *OTHERS = HERE
-LOWER = [nightly(name) if name == "cpu avx512" else name for name in OTHERS]
-"""That one has the loops of the level above it."""
+LOWER = [nightly(name) if name in {"cpu avx512-vnni", "cpu avx512"} else name for name in OTHERS]
+"""Those have the loops of the level above them."""
 KV = {"dtype": "bfloat16", "kv_dtype": "int8"}
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 64}
 MODELS: dict[str, dict[str, Any]] = {

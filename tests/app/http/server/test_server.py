@@ -124,10 +124,29 @@ async def test_one_connection_carries_many_requests() -> None:
         writer.close()
 
 
-async def test_an_absolute_target_and_bad_syntax_are_400() -> None:
+async def test_the_host_of_an_absolute_target_counts_not_the_header() -> None:
+    async with running() as server:
+        own, hosts = f"localhost:{server.port}", f"Host: localhost:{server.port}\r\n"
+        for target, header, status in (
+            (f"http://{own}/health", "Host: evil.example\r\n", 200),
+            (f"HTTP://{own}/health?a=1", hosts, 200),
+            (f"https://{own}/health", "", 200),
+            (f"http://{own}", hosts, 200),
+            (f"http://{own}?a=1", hosts, 200),
+            ("http://evil.example/health", hosts, 421),
+            (f"http://evil.example:{server.port}/health", hosts, 421),
+            (f"http://{own}@evil.example/health", hosts, 400),
+            (f"http://a@{own}/health", hosts, 400),
+            ("http:///health", hosts, 400),
+            (f"ftp://{own}/health", hosts, 400),
+        ):
+            answer = await server.send(f"GET {target} HTTP/1.1\r\n{header}Connection: close\r\n\r\n".encode())
+            assert answer.startswith(f"HTTP/1.1 {status} ".encode()), (target, answer)
+
+
+async def test_bad_syntax_is_400() -> None:
     async with running() as server:
         for data in (
-            b"GET http://evil.example/ HTTP/1.1\r\nHost: localhost\r\n\r\n",
             b"NONSENSE\r\n\r\n",
             b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
             b"CONNECT / HTTP/1.1\r\nHost: localhost\r\n\r\n",
