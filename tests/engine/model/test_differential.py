@@ -188,9 +188,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-biased-tied": {"arch": "qwen3", "attention_bias": True, "tie_word_embeddings": True},
 }
 
-ATOL = {"kimi_linear": 3e-4, "olmo_hybrid-rope": 3e-4}
+ATOL = {"kimi_linear": 3e-4, "olmo_hybrid-rope": 3e-4, "zamba2": 3e-4}
 """Where 1e-4 is less than the reference's own error: rounding adds up over a recurrence, and on some CPUs the
-fp32 logits of transformers are 1.8e-4 and 1.2e-4 from its fp64 logits (ours 9e-5 and 6e-5)."""
+fp32 logits of transformers are 1.8e-4, 1.2e-4 and 2.2e-4 from its fp64 logits (ours 9e-5, 6e-5 and 6e-5)."""
 
 
 @pytest.fixture(scope="module")
