@@ -291,7 +291,6 @@ _OF_FAMILIES = {
     "attention scores that fall with the distance (ALiBi)": "Bloom Mpt",
     "patches of bytes": "Blt",
     "queries, values and keys in four stacks": "CodeGen",
-    "a RoPE of the halves of heads in layers of Cohere 2": "CohereCompass",
     "learned biases of attention by distance": "CpmAnt",
     "experts in one matrix, and limits of queries, keys and values": "Dbrx",
     "attention to compressed tokens, and hyper-connections": "DeepseekV4",

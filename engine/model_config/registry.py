@@ -21,7 +21,7 @@ from .families.gemma4 import GEMMA3N_MODELS, GEMMA4_MODELS
 from .families.gpt import GPT_FAMILIES
 from .families.hybrids import HYBRIDS
 from .families.mixtures import MIXTURES
-from .families.others import OTHER_FAMILIES
+from .families.others import OTHER_FAMILIES, cohere_compass_ropes
 from .families.siblings import SIBLINGS, granite_scales
 from .fields import Fields, show, text_fields, with_text_sizes
 from .vision import MISSING_PARTS
@@ -136,6 +136,7 @@ LANGUAGE_PARTS = {
     "QianfanOCRForConditionalGeneration": "qwen3",
     "AyaVisionForConditionalGeneration": "cohere2",
     "Cohere2VisionForConditionalGeneration": "cohere2",
+    "CohereCompassForConditionalGeneration": "cohere_compass_text",
     "HyperCLOVAXVisionV2ForConditionalGeneration": "hyperclovax",
     "LlavaNextForConditionalGeneration": "llama",
     "LlavaOnevisionForConditionalGeneration": "qwen2",
@@ -187,6 +188,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         refuse=refuse_options(swiglu_alpha=SWIGLU_ALPHA, swiglu_limit=SWIGLU_LIMIT),
     ),
     "CohereForCausalLM": replace(_COHERE, defaults={**_COHERE.defaults, "rope_theta": 5e5}),
+    "CohereCompassForCausalLM": replace(
+        _COHERE,
+        model_type="cohere_compass_text",
+        defaults={**_COHERE.defaults, "logit_scale": 1.0, "sliding_window": 4096},
+        sizes=attention.types_where(lambda _layer, _layers: True),
+        windows=attention.windows_by_type,
+        ropes=cohere_compass_ropes,
+    ),
     "Cohere2ForCausalLM": replace(
         _COHERE,
         model_type="cohere2",

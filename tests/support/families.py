@@ -302,6 +302,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Fields of config.json beside `COMMON`, by `model_type`."""
 SLIDING_LAST = ["full_attention", "sliding_attention"]
 SIBLINGS: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"sliding_window": 19, "num_hidden_layers": 3, "layer_types": COHERE2_LAYERS}
+    | {"logit_scale": 0.5, "tie_word_embeddings": True}
+    | {
+        "rope_parameters": {
+            "sliding_attention": {"rope_theta": 5000.0, "rope_type": "default"},
+            "full_attention": None,
+        }
+    },
     "afmoe": MOE
     | {
         "num_hidden_layers": 4,
@@ -620,6 +628,9 @@ def spell_step_as_published(raw: dict[str, Any]) -> None:
 
 
 def spell_rope_as_before(raw: dict[str, Any], rope: dict[str, Any]) -> None:
+    if rope.get("full_attention", rope) is None:  # Cohere Compass, published with keys beside the types
+        raw["rope_parameters"] = rope | {"rope_theta": 1e4, "rope_type": "default"}
+        return
     if "sliding_attention" in rope:  # Gemma 3n
         raw["rope_theta"] = rope["full_attention"]["rope_theta"]
         raw["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]

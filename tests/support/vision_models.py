@@ -477,6 +477,17 @@ MODELS["cohere2_vision"] = (
         "image_std": [0.5, 0.5, 0.5],
     },
 )
+MODELS["cohere_compass"] = (
+    "CohereCompassForConditionalGeneration",
+    {
+        **MODELS["qwen3_vl"][1],
+        "text_config": TEXT
+        | {"sliding_window": 24, "logit_scale": 0.5}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": {"sliding_attention": MROPE, "full_attention": None}},
+    },
+    MODELS["qwen3_vl"][2],
+)
 MODELS["kimi_k25"] = (
     "Kimi_K25ForConditionalGeneration",
     {

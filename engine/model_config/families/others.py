@@ -1,6 +1,6 @@
 """Llama 4, AFMoE, Flint, Kolibri 1, Ling 2.0, OLMo 2 and 3, FlexOlmo and Phi-MoE, the language models of
-Idefics3, SmolVLM, GLM-4V, GLM-OCR, PaddleOCR-VL and InternVL, and Llamas under other names, DeciLM, EXAONE 3,
-InternLM 2 and 3 and IQuest-Coder: defaults, rules and entries of `registry.py`.
+Idefics3, SmolVLM, GLM-4V, GLM-OCR, PaddleOCR-VL, Cohere Compass and InternVL, and Llamas under other names,
+DeciLM, EXAONE 3, InternLM 2 and 3 and IQuest-Coder: defaults, rules and entries of `registry.py`.
 """
 
 from collections.abc import Mapping
@@ -52,6 +52,24 @@ def llama4_windows(fields: Fields, layers: int) -> Windows:
     types = fields.layer_types(types, layers, _CHUNKED, _FULL)
     size = fields.integer("attention_chunk_size") if _CHUNKED in types else 0
     return tuple(-size if name == _CHUNKED else None for name in types)
+
+
+def cohere_compass_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:
+    """Return a RoPE for each type of layers in `rope_parameters`, or none (NoPE) where that is null."""
+    raw, types = fields.mapping("rope_parameters") or {}, attention.layer_types(fields, layers)
+    names = list(dict.fromkeys(types))
+    if not raw.keys() >= set(names):
+        raise fields.error("rope_parameters must have an entry for each type in layer_types")
+    by_type = Fields(raw, f"{fields.where}: rope_parameters")
+
+    def read(name: str) -> RopeConfig:
+        if raw[name] is None:
+            return RopeConfig(rotary_dim=0)
+        one = rope.rope_of_type(by_type, name)
+        one = {key: value for key, value in one.items() if not key.startswith("mrope")}
+        return rope.whole_heads(one, fields, head_dim, positions)
+
+    return tuple(map(read, names)), tuple(map(names.index, types))
 
 
 def llama4_ropes(fields: Fields, head_dim: int, positions: int, layers: int) -> LayerRopes:

@@ -22,6 +22,7 @@ from .layout import lay_out_image
 VISION_FAMILIES: Final[Mapping[str, VisionFamily | Mapping[str, VisionFamily]]] = {
     "aya_vision": llava.AYA_VISION,
     "cohere2_vision": llava.COHERE2_VISION,
+    "cohere_compass": pixel_limits.COHERE_COMPASS,
     "exaone4_5": pixel_limits.EXAONE4_5,
     "gemma3": llava.GEMMA3,
     "gemma4": native_size.GEMMA4,

@@ -58,6 +58,16 @@ def mrope(*sections: int, interleaved: bool) -> dict[str, Any]:
     }
 
 
+def mrope_of_types(at: FieldReader) -> tuple[int, ...]:
+    """Return the sections that all types of layers with RoPE have. Raises ModelError where they differ."""
+    named = at.files.rope.raw.values()
+    found = {tuple(one.get("mrope_section") or (24, 20, 20)) for one in named if isinstance(one, dict)}
+    sections = next(iter(found), ())
+    if len(found) != 1 or len(sections) != 3 or not all(type(n) is int and n >= 0 for n in sections):
+        raise at.files.text.error("mrope_section must have three numbers, the same for all types of layers")
+    return sections
+
+
 _QWEN: Final = VisionFamily(
     name="Qwen",
     names=TowerNames(
@@ -162,6 +172,13 @@ QWEN3_VL: Final = QWEN3_5.but(
     deepstack=_deepstack,
     image_token_id=image_token(151655),
     **mrope(24, 20, 20, interleaved=True),
+)
+COHERE_COMPASS: Final = QWEN3_VL.but(
+    "Cohere Compass",
+    image_token_id=image_token(255031),
+    mrope_section=mrope_of_types,
+    mrope_interleaved=True,
+    image_text=token_text("image_token", "<|IMAGE_PAD|>"),
 )
 QWEN3_OMNI: Final = QWEN3_VL.but(
     "Qwen3-Omni",

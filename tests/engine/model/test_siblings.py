@@ -151,6 +151,17 @@ def test_the_language_part_of_a_qwen_that_sees(tmp_path: Path, arch: str) -> Non
         assert parse_config(tmp_path) == same
 
 
+@pytest.mark.parametrize("ropes", [{}, {"sliding_attention": {"rope_theta": 1e4}}, {"rope_theta": 1e4}])
+def test_a_cohere_compass_without_a_rope_for_each_type_is_refused(
+    tmp_path: Path, ropes: dict[str, Any]
+) -> None:
+    model = make_family(tmp_path, "cohere_compass_text")
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(raw | {"rope_parameters": ropes}))
+    with pytest.raises(ModelError, match="must have an entry for each type in layer_types"):
+        parse_config(model)
+
+
 GLM_TOWER = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 64, "intermediate_size": 16}
 GLM_TOWER |= {"patch_size": 4, "image_size": 16}
 GLM_ROPE = {"rope_theta": 5000.0, "rope_type": "default", "mrope_section": [1, 1, 2]}
