@@ -123,7 +123,9 @@ class GemmaProjector:
 
 
 class PatchMerger:
-    """Norm and two linears over merged patches (Qwen, LFM3-VL, MiniCPM-V), once more a deepstack level."""
+    """Norm and two linears over merged patches (Qwen, LFM3-VL, MiniCPM-V), once more a deepstack level, or a
+    third linear (HyperCLOVA X).
+    """
 
     def __init__(self, vision: VisionConfig, weights: TowerWeights) -> None:
         self.ops, self.tower, tower = weights.ops, vision.tower, vision.tower
@@ -132,7 +134,10 @@ class PatchMerger:
         inner, bias = tower.projector_size, tower.projector_bias
         self.norms_merged = tower.projector == "minicpmv"
         width = self.merged if self.norms_merged else hidden
-        names = [(tower.names.projector, width, is_qwen and tower.is_rms)]
+        own, last = tower.names.projector[:3], tower.names.projector[3:]
+        self.last = weights.linear(last, out, tower.merger_size, bias=True) if last else None
+        out = tower.merger_size or out
+        names = [(own, width, is_qwen and tower.is_rms)]
         levels = range(1, 1 + len(tower.deepstack))
         names += [(tower.names.projector_of(level), self.merged, False) for level in levels]
         self.levels = [
@@ -150,7 +155,8 @@ class PatchMerger:
             -1, self.merged
         )
         inner = activate(self.tower.projector_activation, self.ops.linear(first, rows))
-        return self.ops.linear(second, inner)
+        merged = self.ops.linear(second, inner)
+        return merged if self.last is None else self.ops.linear(self.last, merged)
 
 
 class GlmProjector:

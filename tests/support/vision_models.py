@@ -347,6 +347,18 @@ MODELS["exaone4_5"] = (
     },
     MODELS["qwen2_5_vl"][2],
 )
+MODELS["hyperclovax_vision_v2"] = (
+    "HyperCLOVAXVisionV2ForConditionalGeneration",
+    {
+        "text_config": TEXT | {"model_type": "hyperclovax", "attention_multiplier": 0.25},
+        "vision_config": QWEN
+        | {"model_type": "qwen2_5_vl_vision", "window_size": 36, "fullatt_block_indexes": [1]}
+        | {"out_hidden_size": 40},
+        "tie_word_embeddings": False,
+        "image_token_id": 10,
+    },
+    MODELS["qwen2_5_vl"][2],
+)
 MODELS["lighton_ocr"] = (
     "LightOnOcrForConditionalGeneration",
     {

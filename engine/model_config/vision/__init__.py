@@ -31,7 +31,6 @@ _PARTS = {
     "images that are padded to a square with their mean color": "DeepseekVLForConditionalGeneration "
     "JanusForConditionalGeneration",
     "RoPE with four axes": "HunYuanVLForConditionalGeneration",
-    "a linear after the merger of Qwen2.5-VL's tower": "HyperCLOVAXVisionV2ForConditionalGeneration",
     "positions of slices on a canvas": "MiniCPMV4_7ForConditionalGeneration",
     "a tower with windows that other layers join": "MuseGlimmerForConditionalGeneration",
     "a tower of the Perception Encoder": "PerceptionLMForConditionalGeneration",

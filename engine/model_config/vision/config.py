@@ -73,8 +73,7 @@ class TowerNames:
     newline: str = ""
     """Embedding that ends each line of an image, where it is a tensor."""
     projector: tuple[str, ...]
-    """Norm, first and second linear of the projector, from the top; empty where there is none. A third linear
-    may follow."""
+    """Norm, first and second linear of the projector, maybe a third; empty where there is none."""
     deepstack: str = "visual.deepstack_merger_list"
     """Module of the projectors of deepstack levels, whose parts are named as those of the projector."""
 
@@ -161,14 +160,15 @@ class TowerConfig:
     projector: ProjectorKind
     projector_size: int = 0
     """Width between the linears of the projector."""
+    merger_size: int = 0
+    """Width of a merger's result where a third linear follows; 0: none does (HyperCLOVA X)."""
     projector_bias: bool = False
     projector_norm: bool = True
     projector_is_rms: bool = False
     projector_eps: float = 1e-6
     projector_activation: VisionActivation = "gelu"
     joined_layers: tuple[int, ...] = ()
-    """Numbers of layers after which states are joined side by side for the projector; empty: all layers, and
-    their result alone."""
+    """Layers after which states are joined side by side for the projector; empty: the last one alone."""
     deepstack: tuple[int, ...] = ()
     """Layers whose results are merged for the first layers of the language model."""
     clips: bool = False

@@ -32,6 +32,7 @@ VISION_FAMILIES: Final[Mapping[str, VisionFamily | Mapping[str, VisionFamily]]] 
     "glm4v_moe": pixel_limits.GLM4V_MOE,
     "glmga": pixel_limits.GLMGA,
     "glm_ocr": pixel_limits.GLM_OCR,
+    "hyperclovax_vision_v2": pixel_limits.HYPERCLOVAX,
     "idefics3": tiles.IDEFICS3,
     "internvl": tiles.INTERNVL,
     "internvl_chat": tiles.INTERNVL_CHAT,
@@ -63,6 +64,7 @@ VISION_FAMILIES: Final[Mapping[str, VisionFamily | Mapping[str, VisionFamily]]] 
     "smolvlm": tiles.IDEFICS3,
     "video_llama_3": pixel_limits.VIDEO_LLAMA3,
     "vipllava": llava.VIPLLAVA,
+    "vlm": pixel_limits.HYPERCLOVAX,
 }
 """Families by `model_type`. Where they have several towers: by the `model_type` of the tower, the first one
 if it has none."""
@@ -342,7 +344,9 @@ def _projector_tensors(tower: TowerConfig, out: int) -> Tensors:
             width = merged if tower.projector == "minicpmv" else hidden
             yield from _norm(norm, width, is_rms=tower.projector == "merger" and tower.is_rms)
             yield from _linear(first, inner, merged, bias=bias)
-            yield from _linear(second, out, inner, bias=bias)
+            yield from _linear(second, tower.merger_size or out, inner, bias=bias)
+            for third in tower.names.projector[3:]:
+                yield from _linear(third, out, tower.merger_size, bias=True)
             for level in range(1, 1 + len(tower.deepstack)):
                 norm, first, second = tower.names.projector_of(level)
                 yield from _norm(norm, merged, is_rms=False)

@@ -141,6 +141,21 @@ EXAONE4_5: Final = _WINDOWED.but(
     image_token_id=image_token(67),
     image_text=token_text("image_token", "<|image_pad|>"),
 )
+HYPERCLOVAX: Final = _WINDOWED.but(
+    "HyperCLOVA X Vision",
+    {
+        "patch": "vision_model.patch_embed.proj",
+        "layers": "vision_model.blocks",
+        "projector": (
+            *(f"vision_model.merger.{part}" for part in ("ln_q", "mlp.0", "mlp.2")),
+            "vision_projector",
+        ),
+    },
+    image_token_id=image_token(128060),
+    image_text=token_text("image_token", "<|image_pad|>"),
+    merger_size=Key("out_hidden_size", 3584, MAX_WIDTH),
+    out_size=hidden_size_of_text,
+)
 QWEN3_5: Final = _QWEN.but(
     "Qwen3.5",
     {

@@ -230,7 +230,7 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "internvl-qwen3_moe": ("internvl", INTERNVL, MOE | {"model_type": "qwen3_moe"}),
 }
 """Kind, tower and `text_config`."""
-BLIND = {"muse_glimmer", "minicpmv4_7", "aria", "hyperclovax_vision_v2"}
+BLIND = {"muse_glimmer", "minicpmv4_7", "aria"}
 """Those whose tower does not run."""
 
 
@@ -264,6 +264,11 @@ def test_the_language_part_beside_a_tower(tmp_path: Path, name: str) -> None:
         assert found.vision is not None
         assert found.vision.tower.num_layers == 1
     compare(tmp_path, theirs)
+    if name == "hyperclovax_vision_v2":  # as published
+        raw = json.loads((tmp_path / "config.json").read_text())
+        raw |= {"model_type": "vlm", "vision_config": raw["vision_config"] | {"model_type": "qwen2_5_vl"}}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        assert parse_config(tmp_path) == found
     if name == "paddleocr_vl":  # as published: flat, and with Python code, which is not run
         raw = json.loads((tmp_path / "config.json").read_text())
         flat = {**raw.pop("text_config"), **raw} | {"model_type": "paddleocr_vl"}
