@@ -13,8 +13,8 @@ from support.tiny_models import write_json
 from support.vision_models import MODELS, TEXT
 
 OTHERS = {"smolvlm", "qwen3_vl_moe", "qwen3_5_moe", "glm46v", "glmga", "internvl_chat", "vlm"}
-"""Families that compute what one of `MODELS` does: `internvl_chat` in tests/engine/vision/test_tokens.py, `vlm`
-in tests/engine/model/test_siblings.py."""
+"""Families that compute what one of `MODELS` does: `internvl_chat` in tests/engine/vision/test_tokens.py,
+`vlm` in tests/engine/model/test_siblings.py."""
 ALIASES = {"shieldgemma2": "ShieldGemma2ForImageClassification"}
 """Classes of published files, where transformers maps a model type to the class of another."""
 OF_TEXTS = {"mistral4"}
