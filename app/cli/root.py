@@ -110,6 +110,7 @@ SYNONYMS: Final = {
     "keys": ("key",),
     "settings": ("config",),
     "create": ("add", "set", "alias"),
+    "add": ("set", "pull"),
     "new": ("add", "set"),
     "cp": ("alias",),
     "copy": ("alias",),
@@ -119,6 +120,29 @@ SYNONYMS: Final = {
 }
 """Command names of other programs, each with our names for it; the first that the group has is suggested."""
 
+
+OPTIONS: Final = {
+    "--ctx": "--max-model-len --context-length --context --ctx-size --num-ctx --n-ctx",
+    "--tp": "--tensor-parallel-size --tensor-parallel",
+    "--pp": "--pipeline-parallel-size --pipeline-parallel",
+    "--quant": "--quantization",
+    "--dtype": "--precision",
+    "--kv-dtype": "--kv-cache-dtype --cache-type-k --cache-type-v",
+    "--max-running": "--max-num-seqs --parallel --max-running-requests",
+    "--token-budget": "--max-num-batched-tokens --batch-size --ubatch-size --chunked-prefill-size",
+    "--memory": "--gpu-memory-utilization --mem-fraction-static",
+    "--prefix-cache": "--enable-prefix-caching",
+    "--chunked-prefill": "--enable-chunked-prefill",
+    "--draft": "--model-draft --speculative-model --speculative-draft-model-path",
+    "--cpu-experts": "--cpu-moe --n-cpu-moe",
+    "--alias": "--served-model-name",
+    "--ttl": "--keep-alive",
+    "--threads": "--num-threads --n-threads",
+    "--concurrency": "--streams --max-concurrency --users",
+    "--requests": "--num-prompts",
+}
+"""Options of ours, each with what vLLM, SGLang, llama.cpp and Ollama call it."""
+OPTION_SYNONYMS: Final = {theirs: ours for ours, names in OPTIONS.items() for theirs in names.split()}
 
 _CHOICES = {"gpu": "cuda", "fp16": "float16", "half": "float16", "fp32": "float32"}
 """Values that other programs have, each with ours."""
@@ -136,8 +160,16 @@ def refuse_unknown(group: click.Group, ctx: click.Context, args: list[str]) -> N
     raise click.UsageError(f"No such command '{word}'.{hint}", ctx)
 
 
-def with_nearest_choice(error: click.UsageError) -> click.UsageError:
-    """Return the error with the nearest choice, if it is about a value that is none of a parameter's."""
+def with_suggestion(error: click.UsageError) -> click.UsageError:
+    """Return the error with our name for another program's option, or with the nearest choice, if it is about
+    a value that is none of a parameter's.
+    """
+    if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+        option = OPTION_SYNONYMS.get(error.option_name)
+        if not any(option in param.opts for param in error.ctx.command.get_params(error.ctx)):
+            return error
+        message = f"No such option '{error.option_name}'. Did you mean '{option}'?"
+        return click.NoSuchOption(error.option_name, message, ctx=error.ctx)
     if not isinstance(error, click.BadParameter) or error.param is None:
         return error
     kind = error.param.type
@@ -283,7 +315,7 @@ def run(arguments: Sequence[str] | None, program: Program) -> int:
         output.print_error(error)
         return error.exit
     except click.UsageError as error:
-        with_nearest_choice(error).show()
+        with_suggestion(error).show()
         return Exit.USAGE
     except click.ClickException as error:
         error.show()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import click
 import pytest
 
 from llmbox.app.cli.options import as_arguments
-from llmbox.app.cli.root import COMMANDS, LazyGroup, cli, run
+from llmbox.app.cli.root import COMMANDS, OPTIONS, LazyGroup, cli, run
 from llmbox.app.errors import Exit
 from llmbox.app.lifecycle.program import Program
 
@@ -345,6 +346,31 @@ def test_a_typo_in_pull_is_told_in_the_same_way_while_a_daemon_runs(llmbox, monk
     monkeypatch.setattr("llmbox.app.cli.models.pull.find_running", lambda _paths: object())
     code, _, err = llmbox("pull", "lama3.2:1b")
     assert (code, "did you mean llama3.2:1b?" in err) == (Exit.NOT_FOUND, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("load", "m", "--tensor-parallel-size", "2"), "--tp"),
+        (("load", "m", "--max-model-len", "4096"), "--ctx"),
+        (("up", "m", "--gpu-memory-utilization", "0.9"), "--memory"),
+        (("bench", "--streams", "8"), "--concurrency"),
+        (("alias", "add", "a", "m"), "set"),
+    ],
+)
+def test_names_of_other_programs_are_answered_with_ours(llmbox, words, meant):
+    code, _, err = llmbox(*words)
+    assert (code, err.rstrip().endswith(f"Did you mean '{meant}'?")) == (Exit.USAGE, True)
+
+
+def test_an_option_that_this_command_lacks_is_not_suggested(llmbox):
+    code, _, err = llmbox("ps", "--tensor-parallel-size", "2")
+    assert (code, "--tp" in err) == (Exit.USAGE, False)
+
+
+def test_every_option_that_is_suggested_exists(llmbox):
+    known = "".join(llmbox(command, "--help")[1] for command in ("load", "bench"))
+    assert [name for name in OPTIONS if not re.search(rf"{name}\b", known)] == []
 
 
 def test_a_mistyped_choice_is_answered_with_the_nearest(llmbox):
