@@ -169,3 +169,14 @@ def _bad_parameter(error: ValidationException) -> ApiError:
 
 def is_anthropic_client(connection: ASGIConnection[Any, Any, Any, Any]) -> bool:
     return "anthropic-version" in connection.headers or "x-api-key" in connection.headers
+
+
+def allowed_methods(allow: bytes, scope: Any) -> bytes:
+    """Return an Allow header with all methods of a path: OPTIONS, HEAD wherever GET is, and those of all
+    handlers, where Litestar's answer to OPTIONS has those of the first one.
+    """
+    routes = scope["litestar_app"].routes if "litestar_app" in scope else ()
+    found = [route for route in routes if route.path_format == scope.get("path_template")]
+    known = {method.encode() for route in found for method in getattr(route, "methods", ())}
+    methods = {method.strip() for method in allow.split(b",")} | known | {b"OPTIONS"}
+    return b", ".join(sorted(methods | ({b"HEAD"} if b"GET" in methods else set())))

@@ -17,7 +17,7 @@ from ...errors import ApiError, unavailable
 from ...gateway.request_times import ExchangeClock
 from ...lifecycle.drain import Drain, shutting_down
 from ...util.threads import off_loop
-from .errors import ClientGone, encode_error, error_type, to_api_error
+from .errors import ClientGone, allowed_methods, encode_error, error_type, to_api_error
 from .origin import (
     Cors,
     Header,
@@ -303,7 +303,8 @@ class _RequestScope:
     def _with_own(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         names = {name.lower() for name, _ in headers}
         if b"allow" in names:
-            headers = [(k, complete_methods(v) if k.lower() == b"allow" else v) for k, v in headers]
+            scope = self.scope
+            headers = [(k, allowed_methods(v, scope) if k.lower() == b"allow" else v) for k, v in headers]
         took = int((time.perf_counter() - self._began) * 1000)
         headers += [(b"x-request-id", self.request_id), (b"openai-processing-ms", b"%d" % took)]
         if any(name == b"content-type" and value.startswith(b"text/html") for name, value in headers):
@@ -317,12 +318,6 @@ class _RequestScope:
         if self._drain.draining:
             headers.append((b"connection", b"close"))
         return headers
-
-
-def complete_methods(allow: bytes) -> bytes:
-    """Return an Allow header with the methods that every route has: OPTIONS, and HEAD wherever GET is."""
-    methods = {method.strip() for method in allow.split(b",")} | {b"OPTIONS"}
-    return b", ".join(sorted(methods | ({b"HEAD"} if b"GET" in methods else set())))
 
 
 def is_packable(headers: Iterable[Header]) -> bool:

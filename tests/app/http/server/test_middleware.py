@@ -5,8 +5,8 @@ import asyncio
 import httpx
 import msgspec
 import pytest
-from litestar import get, post
-from litestar.params import JSONBody
+from litestar import delete, get, post
+from litestar.params import FromPath, JSONBody
 
 from llmbox.app.http.auth.guard import Access
 from llmbox.app.http.server import sockets
@@ -281,6 +281,21 @@ async def test_405_and_options_name_the_same_methods(path: str, methods: str) ->
         refused = await http.patch(path)
         assert refused.status_code == 405
         assert refused.headers["allow"] == (await http.options(path)).headers["allow"] == methods
+
+
+async def test_options_names_the_methods_of_all_handlers_of_a_path() -> None:
+    @get("/both/{name:str}")
+    async def read(name: FromPath[str]) -> str:
+        return name
+
+    @delete("/both/{name:str}")
+    async def remove(name: FromPath[str]) -> None:
+        del name
+
+    async with client(make_app([read, remove])) as http:
+        for method in ("OPTIONS", "PATCH"):
+            answer = await http.request(method, "/both/x")
+            assert answer.headers["allow"] == "DELETE, GET, HEAD, OPTIONS", method
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/ready", "/version", "/metrics", "/openapi.json"])
