@@ -351,8 +351,8 @@ def written(directory: Path, name: str, **fields: Any) -> ModelConfig:
 
 
 NO_MODEL = {"bamba", "cohere_compass_text", "deepseek_v2", "dots1", "glm4_moe", "granitemoehybrid"}
-"""Default configs in transformers that describe none: no attention, no experts, an odd part of a head, or no RoPE
-where transformers itself needs one.
+"""Default configs in transformers that describe none: no attention, no experts, an odd part of a head, or no
+RoPE where transformers itself needs one.
 """
 PARTS_OF_OTHERS = {"gemma3", "gemma3n", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe", "llama4"}
 
