@@ -74,7 +74,7 @@ def is_intel() -> bool:
 
 _ZEN5: Final = 26
 """Family of AMD's CPUs from which on a core has four times the throughput of `Level.flops`: 500 Gop/s in
-bfloat16 with AVX-512, where a Zen 4 has 220 and an Intel core without its tiles 65."""
+bfloat16 with AVX-512, where a Zen 4 has 220 and an Intel core without its tiles 140."""
 
 
 @cache

@@ -56,14 +56,16 @@ def _has_port(name: str) -> bool:
 
 def take_target(target: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
     """Return path and query of a request target in absolute form, such as `http://localhost/v1/models`. Its
-    host replaces the Host header (RFC 9112, 3.2.2), so that `check_host` sees it. Other targets are returned
-    as they are.
+    host replaces the Host header (RFC 9112, 3.2.2), so that `check_host` sees it. Other targets, and those
+    beside several Host headers, are returned as they are.
     """
     scheme, separator, rest = target.partition(b"://")
     authority = re.match(rb"[^/?@#]+(?=[/?]|$)", rest)
-    if not separator or scheme.lower() not in _SCHEMES or authority is None:
+    others = [pair for pair in headers if pair[0] != b"host"]
+    is_single = len(headers) - len(others) <= 1
+    if not separator or scheme.lower() not in _SCHEMES or authority is None or not is_single:
         return target
-    headers[:] = [(b"host", authority[0]), *(pair for pair in headers if pair[0] != b"host")]
+    headers[:] = [(b"host", authority[0]), *others]
     path = rest[authority.end() :]
     return path if path.startswith(b"/") else b"/" + path
 

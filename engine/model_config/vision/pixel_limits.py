@@ -11,6 +11,7 @@ from .fields import (
     Key,
     Side,
     VisionFamily,
+    VisionFields,
     hidden_act,
     hidden_size_of_text,
     image_token,
@@ -60,11 +61,12 @@ def mrope(*sections: int, interleaved: bool) -> dict[str, Any]:
 
 def mrope_of_types(at: FieldReader) -> tuple[int, ...]:
     """Return the sections that all types of layers with RoPE have. Raises ModelError where they differ."""
-    named = at.files.rope.raw.values()
-    found = {tuple(one.get("mrope_section") or (24, 20, 20)) for one in named if isinstance(one, dict)}
+    by_type = at.files.rope
+    ropes = [VisionFields(one, by_type.where) for one in by_type.raw.values() if isinstance(one, dict)]
+    found = {tuple(map(int, one.numbers("mrope_section"))) or (24, 20, 20) for one in ropes}
     sections = next(iter(found), ())
-    if len(found) != 1 or len(sections) != 3 or not all(type(n) is int and n >= 0 for n in sections):
-        raise at.files.text.error("mrope_section must have three numbers, the same for all types of layers")
+    if len(found) != 1 or len(sections) != 3 or min(sections) < 0:
+        raise by_type.error("mrope_section must have three numbers, the same for all types of layers")
     return sections
 
 

@@ -136,6 +136,7 @@ async def test_the_host_of_an_absolute_target_counts_not_the_header() -> None:
             ("http://evil.example/health", hosts, 421),
             (f"http://evil.example:{server.port}/health", hosts, 421),
             (f"http://{own}@evil.example/health", hosts, 400),
+            (f"http://{own}/health", hosts * 2, 400),
             (f"http://a@{own}/health", hosts, 400),
             ("http:///health", hosts, 400),
             (f"ftp://{own}/health", hosts, 400),

@@ -25,6 +25,21 @@ def test_every_family_is_tested() -> None:
     assert OTHERS | {kind.removesuffix("_clip") for kind in MODELS} == set(VISION_FAMILIES)
 
 
+@pytest.mark.parametrize("section", [5, "abc", [1, 2], [4, -1, 5], [[1], 2, 3], [2, 3, "3"]])
+def test_sections_of_a_cohere_compass_that_are_no_three_numbers_leave_its_images_out(
+    tmp_path: Path, section: object
+) -> None:
+    _, values, processor = MODELS["cohere_compass"]
+    text = values["text_config"] | {"model_type": "cohere_compass_text"}
+    ropes = {"full_attention": None, "sliding_attention": {"rope_theta": 1e4, "mrope_section": section}}
+    raw = values | {"model_type": "cohere_compass", "architectures": [MODELS["cohere_compass"][0]]}
+    write_json(tmp_path / "config.json", raw | {"text_config": text | {"rope_parameters": ropes}})
+    write_json(tmp_path / "preprocessor_config.json", processor)
+    vision, problem = find_vision(tmp_path)
+    assert vision is None
+    assert "mrope_section" in problem
+
+
 def refused_models() -> dict[str, str]:
     """Return the classes of models that see in transformers and whose images are not read, by model type."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
